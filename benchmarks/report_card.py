@@ -1,9 +1,9 @@
 """What `macrobatch audit` says of trainers and examples that many people use, on tiny models and data.
 
-Each row runs a library as it is, or a training loop in the words of a well-known example, on samples of unequal length
-where its data have lengths. Nothing is trained to an end: a few windows are enough.
+Each row runs a library or a public script as it is, or a well-known recipe, on samples of unequal length where its data
+have lengths. Nothing is trained to an end: a few windows are enough.
 
-    python benchmarks/report_card.py                 # prints a table, and writes results/report_card.json
+    python benchmarks/report_card.py --public FOLDER # prints a table, and writes results/report_card.json
     python benchmarks/report_card.py --only Lightning
 """
 
@@ -27,6 +27,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import record
 import report_card_examples as examples
+import report_card_public as public
 import report_card_trainers as trainers
 import torch
 from runner import plain_table
@@ -102,7 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all rows, print them, and write them to a file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="rows whose library or name has this text")
-    parser.add_argument("--out", type=Path, help=f"where to write the results; default: {OUT.name}, for all rows")
+    parser.add_argument("--public", type=Path, help="the folder of the repositories of public scripts; else not run")
+    parser.add_argument(
+        "--out", type=Path, help=f"where to write the results; default: {OUT.name}, if all rows are run"
+    )
     chosen = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     rows = [row for row in ROWS if chosen.only in f"{row.library} {row.name}"]
@@ -110,9 +114,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         found.append(audited(row))
         print(f"{row.library} {row.name}: {found[-1]['verdict']}", file=sys.stderr, flush=True)
+    for script in public.SCRIPTS if chosen.public else ():
+        if chosen.only in f"{script.repository} {script.files[0]}":
+            found.append(public.audited(script, chosen.public))
+            print(f"{script.files[0]}: {found[-1]['verdict']}", file=sys.stderr, flush=True)
     cells = [[one["name"], one["verdict"], str(one["factor"]), ", ".join(one["causes"])] for one in found]
     print(plain_table(["program", "verdict", "factor", "causes"], cells))
-    out = chosen.out or (None if chosen.only else OUT)
+    out = chosen.out or (None if chosen.only or not chosen.public else OUT)
     if out is not None:
         torch.set_num_threads(1)
         costs = [cost(128, 4, 8), cost(32, 2, 4)]

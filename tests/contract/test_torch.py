@@ -452,6 +452,17 @@ def test_cross_entropy_knows_its_total_weight(reduction):
             assert (total.item(), total.requires_grad) == (expected, False)
 
 
+@probes("MseLossBackward0._saved_target", "MseLossBackward0._raw_saved_target")
+def test_losses_know_their_target():
+    wanted = torch.zeros(4, 3)
+    for loss in (F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits):
+        assert loss_nodes.target_of(loss(X, wanted).grad_fn) is wanted
+    assert loss_nodes.target_of(F.cross_entropy(X, LABELS).grad_fn) is LABELS
+    assert loss_nodes.target_of(X.mean().grad_fn) is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda _: pytest.fail("it was unpacked")):
+        assert loss_nodes.target_of(F.mse_loss(X, wanted).grad_fn) is None
+
+
 @probes("NllLossBackward0._saved_weight", "NllLossBackward0._raw_saved_weight")
 def test_cross_entropy_knows_its_class_weights():
     for x, labels in ((X, LABELS), (X.view(2, 3, 2), LABELS.view(2, 2))):

@@ -268,7 +268,7 @@ def as_many_features_as_micro_batches() -> None:
     simple(EQUAL, 4, lambda m, x, y: F.mse_loss(m(x)[:, :4], x[:, :4], reduction="sum") / len(x) / 4)
 
 
-@right
+@unknown
 def entropy_of_each_sequence() -> None:
     def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         scores = m(x).unsqueeze(1).expand(-1, 6, -1)
@@ -293,7 +293,7 @@ def errors_of_each_sample_in_unequal_micro_batches() -> None:
     simple(UNEQUAL, 4, lambda m, x, y: F.mse_loss(m(x), x[:, :CLASSES], reduction="sum") / len(x) / 4)
 
 
-@unknown
+@program("wrong", 1024.0, "constant factor")
 def scaled_and_never_divided() -> None:
     model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = sgd(model)

@@ -164,6 +164,68 @@ def summed_by_hand() -> nn.Module:
     return loop(model, EQUAL, mean_of_four, holds=False, before=lambda: reduce_by_hand(model, 1))
 
 
+@program("unknown")
+def half_of_the_squares() -> nn.Module:
+    """0.5 belongs to the loss, or it is a division by two ranks."""
+    return loop(wrapped(), ([4], [4]), lambda out, y: 0.5 * F.mse_loss(out, F.one_hot(y, CLASSES).float()), holds=False)
+
+
+@right
+def a_scaled_loss() -> nn.Module:
+    scaler, model = torch.amp.GradScaler("cpu", init_scale=1024.0), wrapped()
+    optimizer = sgd(model)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    for _ in range(2):
+        for _ in range(2):
+            x, y = torch.randn(4, WIDTH, generator=generator), torch.randint(0, CLASSES, (4,), generator=generator)
+            scaler.scale(F.cross_entropy(model(x), y) / 2).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return model
+
+
+@program("wrong", 1.0, "samples left out")
+def left_at_the_end() -> nn.Module:
+    model = wrapped()
+    optimizer = sgd(model)
+    for index in range(3):
+        (F.cross_entropy(model(torch.randn(4, WIDTH)), torch.zeros(4, dtype=torch.long)) / 2).backward()
+        if index == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def adversaries(*, clears: bool) -> nn.Module:
+    maker, judge = DistributedDataParallel(network(WIDTH)), DistributedDataParallel(network(1), broadcast_buffers=False)
+    for_maker, for_judge = sgd(maker), sgd(judge)
+    for _ in range(3):
+        made = maker(torch.randn(4, WIDTH))
+        for seen, wanted in ((torch.randn(4, WIDTH), 1.0), (made.detach(), 0.0)):
+            F.binary_cross_entropy_with_logits(judge(seen), torch.full((4, 1), wanted)).backward()
+        for_judge.step()
+        for_judge.zero_grad()
+        F.binary_cross_entropy_with_logits(judge(made), torch.ones(4, 1)).backward()
+        for_maker.step()
+        for_maker.zero_grad()
+        if clears:
+            for_judge.zero_grad()
+    return judge
+
+
+@program("unknown")
+def a_gan_in_a_loop() -> nn.Module:
+    return adversaries(clears=True)
+
+
+@program("unknown")
+def the_gradient_of_a_generator_in_the_judge() -> nn.Module:
+    return adversaries(clears=False)
+
+
 def library_loop(model: nn.Module) -> nn.Module:
     """The same windows by this library."""
     acc = macrobatch.Accumulator(model, sgd(model), steps=4)

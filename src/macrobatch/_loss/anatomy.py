@@ -254,7 +254,7 @@ class _Reading:
             self.parts.append(Part(step.name, "sum", None, False, factor, divisors, True, slices=slices))
         return slices is not None
 
-    def add_sum(self, step: _Step, count: int | Tensor | None) -> None:
+    def add_sum(self, step: _Step, count: int | Tensor | None, shape: tuple[int, ...] = ()) -> None:
         """Add a sum. Only a sum that has its own count may be divided: any other divisor is only a claim."""
         quotient: Tensor | float | None = None
         factor: float | Tensor = step.factor
@@ -275,7 +275,7 @@ class _Reading:
             quotient = step.divisors[index]
             rest = step._replace(divisors=step.divisors[:index] + step.divisors[index + 1 :])
             factor, divisors = rest.total_factor(), rest.divisors_on_host()
-        self.parts.append(Part(step.name, "sum", count, False, factor, divisors, False, (), quotient))
+        self.parts.append(Part(step.name, "sum", count, False, factor, divisors, False, shape, quotient))
 
 
 def _own_divisor(divisors: tuple[float | Tensor, ...], count: int | Tensor | None) -> int | None:
@@ -429,7 +429,7 @@ def _loss(step: _Step, reading: _Reading) -> None:
     if reduction == REDUCTION_MEAN:
         reading.add_mean(step, math.prod(sizes[:-1] if step.name in BY_ROW else sizes), shape=sizes)
     else:
-        reading.add_sum(step, math.prod(sizes) if reading.takes_divisors else None)
+        reading.add_sum(step, math.prod(sizes) if reading.takes_divisors else None, shape=sizes)
 
 
 def _mean_or_sum(step: _Step, reading: _Reading) -> None:

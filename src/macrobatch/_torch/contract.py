@@ -201,6 +201,14 @@ CONTRACT: tuple[PrivateName, ...] = (
     ),
     *(
         PrivateName(
+            path=f"MseLossBackward0.{name}",
+            without="`audit` cannot tell losses apart by their targets",
+            example=lambda: mse_loss(_ONE.clone().requires_grad_(), _ONE).grad_fn,
+        )
+        for name in ("_saved_target", "_raw_saved_target")
+    ),
+    *(
+        PrivateName(
             path=f"{node}.{name}",
             without="losses with such a node are unknown: `items=` is needed",
             example=partial(example, _ONE.clone().requires_grad_()),

@@ -122,6 +122,15 @@ def sizes_of_predictions(node: Node) -> tuple[int, ...]:
     return sizes
 
 
+def target_of(node: Node) -> Tensor | None:
+    """The target of one of `LOSSES`; None if it cannot be read."""
+    try:
+        packed = node._raw_saved_target.unpack_hook is not None
+        return None if packed else node._saved_target
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def sizes_of_plain_mean(root: Node) -> tuple[int, ...] | None:
     """The sizes of what one of `BY_ELEMENT` right above the model is a mean over; None for all other losses."""
     if NAMES.get(type(root)) not in BY_ELEMENT:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from macrobatch.auditing.cures import CURES
-from macrobatch.auditing.weighing import TOLERANCE, TermWeights, Weighed
+from macrobatch.auditing.weights import TOLERANCE, TermWeights, Weighed
 
 NEAR = 2e-3  # how near a scale must be to the number that a cause predicts
 INSIDE = (  # what explains wrong weights, so that no other cause is looked for
@@ -71,6 +71,10 @@ def _events(one: Weighed) -> Iterator[tuple[str, str]]:
             yield "samples used twice", f"in {where}, one loss had a second backward."
         if window.has_left_over:
             yield "gradients left over", f"{where} began with the gradients of the one before, which were not cleared."
+        if window.was_clipped_scaled:
+            yield "clipped while scaled", f"in {where}, gradients were clipped before the GradScaler had divided them."
+        if window.num_after:
+            yield "samples left out", f"{window.num_after} backwards after {where}, the last one, reached no step."
         if window.is_repeated:
             yield "window closed twice", f"in {where}, the optimizer stepped again without a backward in between."
         if window.scheduler_steps and len(window.micros) > 1:
@@ -137,6 +141,8 @@ def _of_scale(term: TermWeights, scale: float, usual: int, world: int, where: st
         return "world size", f"{said}: there are {world} ranks."
     if term.shares[0].kind == "mean" and more is not None:
         return "short window", f"{said}: it has {count} micro-batches, but was divided by {more:g}."
+    if all(share.scale != 1 and is_near(share.scale) for share in term.shares):
+        return "constant factor", f"{said}: that is the loss scale of the GradScaler. Step with scaler.step(optimizer)."
     if all(is_near(share.factor) for share in term.shares):
         return "constant factor", f"{said}: gradients were multiplied by that before the step."
     if term.shares[0].kind == "sum":

@@ -29,6 +29,7 @@ CURES = {
     "not divided": "Divide each loss by the number of micro-batches of the window: (loss / steps).backward().",
     "divided twice": "Remove one of the two divisions by the number of micro-batches: a library may divide already.",
     "clip per micro-batch": "Clip once, after the last backward and before optimizer.step().",
+    "clipped while scaled": "Call scaler.unscale_(optimizer) before clipping.",
     "gradients cleared inside the window": "Call optimizer.zero_grad() once, right after optimizer.step().",
     "samples left out": "Step with what is left at the end of an epoch, or do not run these backwards.",
     "samples used twice": "Run one backward for each loss.",

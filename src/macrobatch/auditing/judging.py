@@ -10,11 +10,11 @@ from typing import Any, Literal
 from macrobatch.auditing.causes import Cause, causes_of
 from macrobatch.auditing.factors import factors_of
 from macrobatch.auditing.records import Window
-from macrobatch.auditing.weighing import TermWeights, Weighed, weigh
+from macrobatch.auditing.weighing import weigh
+from macrobatch.auditing.weights import Weighed
 
 Verdict = Literal["exact", "wrong", "unknown"]
 FAILED = "the program failed"
-LEAST_SCALE = 6  # a power of two above this one, as the factor of a loss, is hardly meant
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,6 @@ def judge(ranks: Sequence[Sequence[Window]], unseen: Sequence[str] = (), *, worl
             weighed = [_without_weights(one) for one in weighed]
         for one in weighed:
             problems += one.unknown
-            problems += [said for term in one.terms if (said := _scaled(term)) is not None]
         for cause in causes_of(weighed, len(ranks)):
             causes.setdefault(cause.name, cause)
         notes += _notes(weighed)
@@ -72,17 +71,6 @@ def judge(ranks: Sequence[Sequence[Window]], unseen: Sequence[str] = (), *, worl
         notes=list(dict.fromkeys(notes)),
         windows=[window for _, window in shown],
         places=_places(ranks),
-    )
-
-
-def _scaled(term: TermWeights) -> str | None:
-    """What to say of a term with a factor that is as those of a GradScaler, and was not undone."""
-    mantissa, exponent = math.frexp(abs(term.own))
-    if mantissa != 0.5 or exponent <= LEAST_SCALE:
-        return None
-    return (
-        f"{term.name} is multiplied by {term.own:.6g}, as a GradScaler does, and the optimizer got such gradients; if "
-        "they are scaled, step with scaler.step(optimizer)"
     )
 
 
@@ -155,7 +143,7 @@ def _places(ranks: Sequence[Sequence[Window]]) -> list[str]:
 
 def _notes(weighed: list[Weighed]) -> list[str]:
     """What was taken for granted."""
-    lines = {micro.place for one in weighed if one.is_by_place for window in one.windows for micro in window.micros}
+    lines = {micro.place for one in weighed if one.has_parts for window in one.windows for micro in window.micros}
     by_line = [f"the backwards at {', '.join(sorted(lines))} are taken for the parts of one loss."] if lines else []
     return by_line + [
         f"{term.name} is multiplied by {term.own:.6g}, which is taken for a part of the loss."

@@ -7,7 +7,7 @@ ledger: which backwards are in its gradient, and by what factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -81,7 +81,8 @@ class Ledger:
         self._first = 0  # the number of the first entry that is still here
         self._begins: dict[int, int] = {}  # by optimizer: the entry after its last step
         self._left: dict[int, Tensor] = {}  # by optimizer: its gradients at its last step
-        self._owned: set[int] = set()  # the leaves of all optimizers that have stepped
+        self._owned: dict[int, frozenset[int]] = {}  # by optimizer: its leaves
+        self._mixed: dict[int, tuple[Window, frozenset[int]]] = {}  # by optimizer: see `_note_mixed`
         self._now = NOTHING
         self._held = zeros(0)  # what backwards have added to sharded leaves since the last exchange
         self.has_lost = False
@@ -136,11 +137,14 @@ class Ledger:
         if self._entries:
             self._append(SchedulerStep())
 
-    def num_unused(self) -> int:
-        """How many backwards came after the last step of the optimizers that they are for."""
-        last = max(self._begins.values(), default=0) - self._first
-        late = [entry for entry in self._entries[max(last, 0) :] if isinstance(entry, Backward) and not entry.is_loose]
-        return sum(entry.is_training and entry.leaves <= self._owned for entry in late)
+    def num_after(self, optimizer: int, places: Collection[str]) -> int:
+        """How many backwards from these lines came after the last step of an optimizer, and reached no step."""
+        late = self._entries[max(self._begins[optimizer] - self._first, 0) :]
+        return sum(
+            entry.micro.place in places and entry.is_training and not (entry.is_loose or entry.users)
+            for entry in late
+            if isinstance(entry, Backward) and entry.leaves & self._owned[optimizer]
+        )
 
     def skip(self, optimizer: int, numbers: Sequence[int]) -> None:
         """A step that was not taken: its window does not count."""
@@ -157,10 +161,12 @@ class Ledger:
     def _end(self, optimizer: int, numbers: Sequence[int]) -> None:
         self._begins[optimizer] = self._first + len(self._entries)
         self._left[optimizer] = self._now.matrix(len(self.leaves))[list(numbers)]
-        self._owned.update(numbers)
+        self._owned[optimizer] = frozenset(numbers)
+        self._find_mixed()
+        owned = frozenset().union(*self._owned.values())
         unneeded = max(0, min(self._begins.values()) - self._first)
         for index, entry in enumerate(self._entries[:unneeded]):
-            if isinstance(entry, Backward) and not entry.leaves <= self._owned:
+            if isinstance(entry, Backward) and not entry.leaves <= owned:
                 unneeded = index  # it may belong to an optimizer that has not stepped so far
                 break
         del self._entries[:unneeded]
@@ -179,10 +185,28 @@ class Ledger:
         for entry in self._entries[max(begin, 0) :]:
             reading.read(entry)
         window = reading.window(optimizer, name, number)
+        self._note_mixed(optimizer, window, [b for b, factor, _ in reading.open if factor != 0])
         if begin < 0 and self.has_lost:
             window.problems.append(f"more than {MOST_ENTRIES} backwards came before this step.")
         self._end(optimizer, numbers)
         return window
+
+    def _note_mixed(self, optimizer: int, window: Window, used: list[Backward]) -> None:
+        """Note which leaves some losses of a window reach, and others do not."""
+        losses = {(b.micro.expression, b.micro.place, b.micro.caller) for b in used}
+        if len(losses) > 1:
+            everywhere = frozenset.intersection(*(b.leaves for b in used))
+            self._mixed[optimizer] = window, frozenset().union(*(b.leaves for b in used)) - everywhere
+
+    def _find_mixed(self) -> None:
+        """Find windows with a loss that may be meant for another optimizer only, as that of a generator is."""
+        for optimizer, (window, leaves) in list(self._mixed.items()):
+            if any(leaves & owned for other, owned in self._owned.items() if other != optimizer):
+                window.problems.append(
+                    "a loss that also reaches parameters of another optimizer is added to losses that do not; if it is "
+                    "meant for that one only, clear its gradients"
+                )
+                del self._mixed[optimizer]
 
 
 class _Reading:
@@ -191,9 +215,9 @@ class _Reading:
     def __init__(self, rows: list[int], rounding: float, left: Tensor | None, count: int, *, has_ranks: bool) -> None:
         self._has_ranks = has_ranks
         self._rows, self._rounding, self._count = rows, rounding, count
-        self._open: list[tuple[Backward, float | None, int | None]] = []  # with its factor, and its first exchange
+        self.open: list[tuple[Backward, float | None, int | None]] = []  # with its factor, and its first exchange
         self._clip = self._hand = 1.0  # since the last backward
-        self._was_value_clipped = self._was_clipped = False
+        self._was_value_clipped = self._was_clipped = self._was_clipped_scaled = False
         self._left_over: float | None = 1.0 if left is not None and bool(left.any()) else 0.0
         self._foreign = False
         self._problems: list[str] = []
@@ -210,7 +234,7 @@ class _Reading:
             self._change(entry)
         elif isinstance(entry, Exchanged):
             self._exchanged(entry)
-        elif any(factor != 0 for _, factor, _ in self._open):
+        elif any(factor != 0 for _, factor, _ in self.open):
             self._pending_schedulers += 1
 
     def _of(self, samples: Tensor) -> Tensor:
@@ -221,23 +245,23 @@ class _Reading:
 
     def _backward(self, entry: Backward) -> None:
         if entry.is_loose:
-            self._open.append((entry, 0.0, None))
+            self.open.append((entry, 0.0, None))
             return
-        if any(factor != 0 for _, factor, _ in self._open):
+        if any(factor != 0 for _, factor, _ in self.open):
             if self._clip != 1 or self._was_value_clipped:
                 self._clip_factors.append(math.nan if self._was_value_clipped else self._clip)
             if self._was_value_clipped:
-                self._lose("gradients were clipped by value between two backwards")
+                self._lose("gradients were clipped between two backwards, not all by one factor")
             self._schedulers += self._pending_schedulers
         self._multiply(self._clip * self._hand)
         self._clip = self._hand = 1.0
         self._was_value_clipped = self._was_clipped = False
         self._pending_schedulers = 0
-        self._open.append((entry, 1.0, None))
+        self.open.append((entry, 1.0, None))
 
     def _multiply(self, ratio: float) -> None:
         if ratio != 1:
-            self._open = [(b, None if f is None else f * ratio, e) for b, f, e in self._open]
+            self.open = [(b, None if f is None else f * ratio, e) for b, f, e in self.open]
             self._left_over = None if self._left_over is None else self._left_over * ratio
 
     def _change(self, entry: Change) -> None:
@@ -247,11 +271,12 @@ class _Reading:
         if not after.any():
             self._clear()
             return
-        if entry.kind == "clip value":
+        ratio = None if entry.kind == "clip value" else explaining.ratio_of(before, after, self._rounding)
+        if entry.kind != "unknown":
+            self._was_clipped_scaled = self._was_clipped_scaled or self._is_scaled()
+        if ratio is None and entry.kind != "unknown":  # by value, or of some parameters only
             self._was_value_clipped = self._was_clipped = True
-            return
-        ratio = explaining.ratio_of(before, after, self._rounding)
-        if ratio is None:
+        elif ratio is None:
             self._explain(before, after)
         elif entry.kind == "clip":
             self._was_clipped = True
@@ -259,11 +284,16 @@ class _Reading:
         else:
             self._hand *= ratio
 
+    def _is_scaled(self) -> bool:
+        """Whether the gradient still has the loss scale of a GradScaler."""
+        scales = [(b.micro.loss_scale, factor) for b, factor, _ in self.open if factor]
+        return any(scale > 1 and scale * (self._hand * factor) ** 2 > 1 for scale, factor in scales)
+
     def _clear(self) -> None:
-        self._open = [(b, 0.0, e) for b, _, e in self._open]
+        self.open = [(b, 0.0, e) for b, _, e in self.open]
         self._left_over, self._foreign, self._problems = 0.0, False, []
         self._clip = self._hand = 1.0
-        self._was_value_clipped = self._was_clipped = False
+        self._was_value_clipped = self._was_clipped = self._was_clipped_scaled = False
         self._pending_schedulers = self._schedulers = 0
         self._clip_factors = []
         self._exchanges = []
@@ -271,16 +301,16 @@ class _Reading:
     def _lose(self, problem: str) -> None:
         self._problems.append(problem)
         self._left_over = None if self._left_over else self._left_over
-        self._open = [(b, None if f else f, e) for b, f, e in self._open]
+        self.open = [(b, None if f else f, e) for b, f, e in self.open]
 
     def _explain(self, before: Tensor, after: Tensor) -> None:
         """Explain a change by gradients that the program has kept, or got from `torch.autograd.grad`."""
         if not bool(after.isfinite().all() and before.isfinite().all()):
             self._lose("gradients were infinite or NaN")
             return
-        kept = [index for index, (_, factor, _) in enumerate(self._open) if factor == 0]
+        kept = [index for index, (_, factor, _) in enumerate(self.open) if factor == 0]
         found = explaining.combination(
-            before, after, [self._of(self._open[index][0].added(self._count)) for index in kept], self._rounding
+            before, after, [self._of(self.open[index][0].added(self._count)) for index in kept], self._rounding
         )
         if found is None and self._has_ranks and before.any():
             self._exchange(before, after)  # whether it is one shows when all ranks are compared
@@ -296,7 +326,7 @@ class _Reading:
         own, coefficients = found
         self._multiply(own)
         for index, coefficient in zip(kept, coefficients, strict=True):
-            self._open[index] = (self._open[index][0], coefficient, self._open[index][2])
+            self.open[index] = (self.open[index][0], coefficient, self.open[index][2])
 
     def _exchanged(self, entry: Exchanged) -> None:
         before, after = self._of(entry.before), self._of(entry.after)
@@ -307,14 +337,14 @@ class _Reading:
     def _exchange(self, before: Tensor, after: Tensor) -> None:
         self._exchanges.append(Exchange(before=before.tolist(), after=after.tolist()))
         number = len(self._exchanges) - 1
-        self._open = [(b, f, number if e is None else e) for b, f, e in self._open]
+        self.open = [(b, f, number if e is None else e) for b, f, e in self.open]
 
     def window(self, optimizer: int, name: str, number: int) -> Window:
         """The window, after all entries were read."""
-        used = [(b, f, e) for b, f, e in self._open if f != 0]
+        used = [(b, f, e) for b, f, e in self.open if f != 0]
         for backward, _, _ in used:
             backward.users.add(optimizer)
-        cleared = [b for b, f, _ in self._open if f == 0 and self._was_meant(b, optimizer)]
+        cleared = [b for b, f, _ in self.open if f == 0 and self._was_meant(b, optimizer)]
         places = {backward.micro.place for backward, _, _ in used}
         left_out = [backward for backward in cleared if backward.micro.place in places or not used]
         problems = list(self._problems)
@@ -332,6 +362,7 @@ class _Reading:
             problems=problems,
             clip_factors=self._clip_factors,
             was_clipped=self._was_clipped,
+            was_clipped_scaled=self._was_clipped_scaled,
             divided=None if self._hand == 1 else self._hand,
             has_left_over=bool(used) and self._left_over not in (0, None),
             is_repeated=not used and self._left_over not in (0, None) and not self._foreign,

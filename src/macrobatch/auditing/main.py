@@ -38,6 +38,7 @@ def audit() -> Iterator[AuditReport]:
     try:
         with watcher.watching():
             yield report
+            watcher.finish()
     except BaseException as error:
         watcher.failures.append(f"{FAILED}: {type(error).__name__}: {error}")
         if watcher.world_size > 1:

@@ -1,17 +1,21 @@
-"""What the losses of a backward are means over, read from their graphs."""
+"""What the losses of a backward are means over, and what tells them apart, read from their graphs."""
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from macrobatch._loss.anatomy import Part, anatomy_of
 from macrobatch._torch.tensors import hooks_on_gradient
-from macrobatch._torch.watching import place_of
-from macrobatch.auditing.records import Term
+from macrobatch._torch.watching import expression_of
+from macrobatch.auditing.records import Micro, Term
+
+MOST_TARGETS = 2**16  # elements of a target whose range is read
 
 
 def terms_of(outputs: Sequence[Any], seeds: Sequence[Any]) -> tuple[tuple[Term, ...], str | None]:
@@ -32,10 +36,23 @@ def terms_of(outputs: Sequence[Any], seeds: Sequence[Any]) -> tuple[tuple[Term, 
     return tuple(terms), None
 
 
-def loss_place_of(outputs: Sequence[Any]) -> str | None:
-    """The line of the program that computed the first loss, if it was noted."""
-    losses = (output for output in outputs if isinstance(output, Tensor))
-    return next((place for loss in losses if (place := place_of(loss.grad_fn)) is not None), None)
+def micro_of(outputs: Sequence[Any], seeds: Sequence[Any]) -> tuple[Micro, Tensor | None]:
+    """A micro-batch with all that its losses say of themselves, and the target of the first one."""
+    terms, unknown = terms_of(outputs, seeds)
+    loss = outputs[0] if outputs else None
+    micro = Micro(terms=terms, unknown=unknown)
+    if not isinstance(loss, Tensor) or loss.grad_fn is None:
+        return micro, None
+    text, micro.constants, micro.loss_place, scale, target = expression_of(loss)
+    signs = "".join("-" if term.multiplier < 0 else "+" for term in terms)
+    micro.expression = f"{zlib.crc32(f'{signs} {text}'.encode()):08x}"
+    if scale != 1:
+        micro.loss_scale = scale
+        micro.terms = tuple(replace(term, written=term.written / scale) for term in terms)
+    if target is not None and target.is_floating_point() and 1 < target.numel() <= MOST_TARGETS:
+        low, high = target.aminmax()
+        micro.target = float(low), float(high)
+    return micro, target
 
 
 def _term_of(part: Part, seed: float) -> Term:
@@ -44,6 +61,7 @@ def _term_of(part: Part, seed: float) -> Term:
         node=part.node,
         kind=part.kind,
         count=None if part.count is None else float(part.count),
+        samples=part.shape[0] if part.shape else None,
         multiplier=written * seed,
         written=written,
         divisors=tuple(map(float, part.divisors)),

@@ -13,8 +13,9 @@ class Term:
     node: str
     kind: str  # "mean", "sum" or "unknown"
     count: float | None  # its items; None if it has not stated them
+    samples: int | None = None  # the first dimension of what it adds up, where the loss has saved that
     multiplier: float  # the product of all constants that multiply it, up to the gradient that was handed over
-    written: float = 1.0  # those of them that the loss itself is multiplied by
+    written: float = 1.0  # those of them that the loss itself is multiplied by, without the scale of a GradScaler
     divisors: tuple[float, ...] = ()  # the constants that divide it, besides the count of a mean
     is_regulariser: bool = False  # whether only parameters are below it
 
@@ -23,13 +24,18 @@ class Term:
 class Micro:
     """One backward, as far as it reached the parameters of one optimizer."""
 
-    place: str  # the line of the program that called the backward
+    place: str = ""  # the line of the program that called the backward
     caller: str = ""  # the line that called the function of that line
     loss_place: str | None = None  # the line of the program that called the loss
     terms: tuple[Term, ...] = ()
     unknown: str | None = None  # why the terms are not known
     factor: float | None = 1.0  # what became of its gradient until the step; None if that is not known
     reach: str = ""  # which leaves it reached
+    expression: str = ""  # the functions between the loss and the last layers of the model
+    constants: tuple[float, ...] = ()  # the numbers that its loss, or a term of that, is multiplied by
+    target: tuple[float, float] | None = None  # the least and the largest element of what its loss compares with
+    repeats: int = 0  # how many backwards of the window had the same target before
+    loss_scale: float = 1.0  # what a GradScaler has multiplied its loss by
     is_again: bool = False  # whether the same loss had a backward before, in the same window
     as_counted: bool = False  # whether this library has counted its items, and weighed it by them
     exchange: int | None = None  # the first exchange of ranks that its gradient took part in
@@ -46,6 +52,8 @@ class Window:
     problems: list[str] = field(default_factory=list)  # what was not seen
     clip_factors: list[float] = field(default_factory=list)  # of clippings between its backwards
     was_clipped: bool = False  # whether it was clipped before the step
+    was_clipped_scaled: bool = False  # whether that was before a GradScaler had divided it
+    num_after: int = 0  # backwards after its step that reached no step
     divided: float | None = None  # what an unknown hand multiplied its whole gradient by, just before the step
     norm: float | None = None  # of its gradient after that
     has_left_over: bool = False  # whether gradients of an earlier window were in it

@@ -56,7 +56,7 @@ class AuditReport:
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._final: Judgement | None = None
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, int, int, bool] | None = None
         self._last: Judgement | None = None
 
     @property
@@ -65,10 +65,9 @@ class AuditReport:
         if self._final is not None:
             return self._final
         watcher = self._watcher
-        seen = len(watcher.windows), len(watcher.failures), watcher.num_backwards
+        seen = len(watcher.windows), len(watcher.failures), watcher.num_backwards, watcher.has_ended
         if self._last is None or seen != self._seen:
             self._last = judge([watcher.windows], watcher.failures, world=watcher.world_size)
-            self._last.notes += watcher.notes()
             self._seen = seen
         return self._last
 

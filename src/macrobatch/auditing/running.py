@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -44,7 +44,7 @@ def audit_program(
     report = AuditReport(watcher)
     with _own_output(json_file == "-") as output:
         with watcher.watching():
-            failure = _run(program, is_module=is_module)
+            failure = _run(program, watcher.finish, is_module=is_module)
         if failure is not None:
             watcher.failures.append(f"{FAILED}: {failure}")
         is_first = _meet(watcher, meeting, report)
@@ -53,8 +53,8 @@ def audit_program(
     return STATUS[report.verdict] if is_first else 0
 
 
-def _run(program: Sequence[str], *, is_module: bool) -> str | None:
-    """Run the program as Python would. Returns why it failed, or None."""
+def _run(program: Sequence[str], finish: Callable[[], None], *, is_module: bool) -> str | None:
+    """Run the program as Python would, and `finish` if it has ended by itself. Returns why it failed, or None."""
     before = sys.argv, list(sys.path)
     try:
         if is_module:
@@ -68,7 +68,8 @@ def _run(program: Sequence[str], *, is_module: bool) -> str | None:
     except _EnoughError:
         return None
     except SystemExit as left:
-        return None if left.code in (None, 0) else f"it ended with status {left.code}"
+        if left.code not in (None, 0):
+            return f"it ended with status {left.code}"
     except KeyboardInterrupt:
         return None  # the user has seen enough
     except BaseException as error:
@@ -76,6 +77,7 @@ def _run(program: Sequence[str], *, is_module: bool) -> str | None:
         return f"{type(error).__name__}: {error}"
     finally:
         sys.argv, sys.path[:] = before
+    finish()
     return None
 
 

@@ -183,8 +183,8 @@ def half_sum(gradient: Tensor) -> float:
 
 
 def _joined(rows: list[Tensor]) -> Tensor:
-    """All rows as one matrix. Most often they are alike, and one copy is enough."""
-    first = rows[0]
-    if all(row.dtype == first.dtype and row.device == first.device for row in rows):
+    """All rows as one matrix. Most often they are on one device, and one copy is enough."""
+    try:
         return torch.stack(rows)
-    return torch.stack([row.cpu().double() for row in rows])
+    except RuntimeError:
+        return torch.stack([row.cpu().double() for row in rows])

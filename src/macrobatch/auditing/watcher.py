@@ -29,12 +29,12 @@ from macrobatch.auditing.ledger import FAILED_BACKWARD, Backward, Kind, Ledger
 from macrobatch.auditing.library import Library
 from macrobatch.auditing.meeting import world_of_environment
 from macrobatch.auditing.places import place, places
-from macrobatch.auditing.reading import loss_place_of, terms_of
+from macrobatch.auditing.reading import micro_of
 from macrobatch.auditing.records import Micro, Window
 from macrobatch.auditing.samples import Leaves, zeros
 
 MOST_FAILURES = 8
-MOST_ROOTS = 1024
+MOST_SEEN = 1024
 
 
 class Watcher:
@@ -44,6 +44,7 @@ class Watcher:
         self.windows: list[Window] = []
         self.failures: list[str] = []  # of the watcher itself
         self.num_backwards = 0
+        self.has_ended = False
         self.world_size, self.rank = 1, 0
         self._after_window = after_window
         self._leaves = Leaves()
@@ -52,7 +53,7 @@ class Watcher:
         self._stepping: list[int] = []
         self._has_stepped: set[int] = set()  # during a step of a scaler
         self._shards: dict[int, tuple[Tensor, Tensor]] = {}  # of `fully_shard`: gathered parameters, and their shards
-        self._roots: dict[int, weakref.ref[Tensor]] = {}  # the losses whose backwards came since the last step
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # losses and targets since the last step
         self._plain: set[int] = set()  # the ids of leaves that it does not manage
         self._look = _Looking(self.failures)
         self._library = Library(self._begin_close, self._end_close)
@@ -80,10 +81,14 @@ class Watcher:
             stack.callback(auditors.remove, self._library)
             yield
 
-    def notes(self) -> list[str]:
-        """What is no mistake for sure, but worth a look."""
-        unused = self._ledger.num_unused()
-        return [f"{unused} backwards after the last step have reached no step so far."] if unused else []
+    def finish(self) -> None:
+        """The program has ended by itself: what has reached no step so far will not."""
+        self.has_ended = True
+        for optimizer, (name, number) in self._optimizers.items():
+            windows = [window for window in self.windows if window.optimizer == name]
+            places = {micro.place for window in windows for micro in window.micros if not micro.as_counted}
+            if number and places:
+                windows[-1].num_after = self._ledger.num_after(optimizer, places)
 
     def _looking(self) -> _Looking:
         return self._look
@@ -133,22 +138,18 @@ class Watcher:
         self._notice_ranks()
         numbers = [self._leaves.number_of(self._shard_of(leaf)) for leaf in leaves]
         self._ledger.look()
-        terms, unknown = terms_of(outputs, seeds)
+        micro, target = micro_of(outputs, seeds)
         plain = [leaf for leaf in leaves if id(leaf) not in self._shards]
         hooked = next((leaf for leaf in plain if hooks_on_gradient(leaf) or hooks_after_accumulation(leaf)), None)
-        if hooked is not None and unknown is None:
-            unknown = f"a hook on a parameter of shape {tuple(hooked.shape)}, which may change its gradient"
-        line, caller = places(4)
+        if hooked is not None and micro.unknown is None:
+            micro.unknown = f"a hook on a parameter of shape {tuple(hooked.shape)}, which may change its gradient"
+        micro.place, micro.caller = places(4)
+        micro.is_again = max(map(self._times_seen, outputs)) > 0 and not inputs
+        micro.repeats = 0 if target is None else self._times_seen(target)
+        trained = [number for leaf, number in zip(leaves, numbers, strict=True) if isinstance(leaf, nn.Parameter)]
+        micro.reach = f"{zlib.crc32(repr(sorted(trained)).encode()):08x}"
         return Backward(
-            micro=Micro(
-                place=line,
-                caller=caller,
-                loss_place=loss_place_of(outputs),
-                terms=terms,
-                unknown=unknown,
-                is_again=self._is_again(outputs) and not inputs,
-                reach=f"{zlib.crc32(repr(sorted(numbers)).encode()):08x}",
-            ),
+            micro=micro,
             local=zeros(len(self._leaves)) if self._ledger.has_ranks else None,
             leaves=frozenset(numbers),
             is_loose=not accumulates,
@@ -156,13 +157,14 @@ class Watcher:
             version=sum(version_of(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)),
         )
 
-    def _is_again(self, outputs: Sequence[Any]) -> bool:
-        """Whether the same tensor had a backward since the last step."""
-        known = [id(one) in self._roots and self._roots[id(one)]() is one for one in outputs]
-        if len(self._roots) > MOST_ROOTS:
-            self._roots.clear()
-        self._roots |= {id(one): weakref.ref(one) for one in outputs if isinstance(one, Tensor)}
-        return any(known)
+    def _times_seen(self, loss_or_target: Tensor) -> int:
+        """How often a tensor was in a backward since the last step."""
+        reference, times = self._seen.get(id(loss_or_target), (None, 0))
+        times = times if reference is not None and reference() is loss_or_target else 0
+        if len(self._seen) > MOST_SEEN:
+            self._seen.clear()
+        self._seen[id(loss_or_target)] = weakref.ref(loss_or_target), times + 1
+        return times
 
     def _reached(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:
         if inputs:
@@ -310,7 +312,7 @@ class Watcher:
 
     def _close(self, optimizer: Optimizer) -> None:
         with self._looking():
-            self._roots.clear()
+            self._seen.clear()
             parameters = _parameters(optimizer)
             numbers = self._leaves.known(parameters)
             if not numbers:
