@@ -56,6 +56,21 @@ for _name in TRAINERS:
     SCENARIOS[_name] = partial(alone, partial(by_tokens_on_ranks, _name))
 
 
+GROUPS = [(loss_type, bf16) for loss_type in ("grpo", "dapo", "") for bf16 in (False, True)]
+
+
+def groups_on_ranks(loss_type: str, bf16: bool) -> Outcome:
+    """GRPO, or RLOO, as it is and under `exact`."""
+    datasets.disable_progress_bars()
+    stock = trl.GRPOTrainer if loss_type else trl.RLOOTrainer
+    theirs, ours = (test_trl.grpo(kind, loss_type, bf16=bf16)[0] for kind in (stock, exact(stock)))
+    return {"theirs": theirs.model.state_dict(), "ours": ours.model.state_dict()}
+
+
+for _case in GROUPS:
+    SCENARIOS[str(_case)] = partial(alone, partial(groups_on_ranks, *_case))
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
     return run(__name__, "SCENARIOS", 2, tmp_path_factory.mktemp("trl"), forks=False)
@@ -70,3 +85,11 @@ def test_pairs_by_tokens(ran, name):
         for ours, theirs in zip(outcome["logs"][:2], big.state.log_history[:2], strict=True):
             assert ours["num_tokens"] == theirs["num_tokens"]
             assert ours[LOGGED[name]] == pytest.approx(theirs[LOGGED[name]], rel=0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("case", GROUPS, ids=str)
+def test_grpo_and_rloo_are_bit_for_bit_the_trainer_as_it_is(ran, case):
+    first = test_trl.make("llama").state_dict()
+    for outcome in all_well(ran[str(case)]):
+        assert apart(outcome["ours"], outcome["theirs"]) == 0
+        assert apart(outcome["ours"], first) > 1e-4

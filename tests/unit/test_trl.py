@@ -290,12 +290,18 @@ def lengths(completions, **_):
     return [float(len(completion) % 5) for completion in completions]
 
 
-def grpo(trainer_class, loss_type, *, big=False):
+def grpo(trainer_class, loss_type, *, big=False, **more):
+    """Two steps of GRPO, or of RLOO."""
     torch.manual_seed(5)
-    options = {"max_completion_length": 8, "num_generations": 4, "loss_type": loss_type}
+    options = {
+        "max_completion_length": 8,
+        "num_generations": 4,
+        **({"loss_type": loss_type} if loss_type else {"beta": 0.0}),  # without a reference model
+        **more,
+    }
     data = texts(("prompt", 2, 6), count=8)
     sizes = {"big": big, "per_device": 4, "reward_funcs": lengths}
-    return run(trainer_class, trl.GRPOConfig, data, options=options, **sizes)
+    return run(trainer_class, trl.GRPOConfig if loss_type else trl.RLOOConfig, data, options=options, **sizes)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
@@ -307,12 +313,17 @@ def test_grpo(loss_type):
     assert max(parameter.grad is None for parameter in made.model.parameters())
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo"])
-def test_grpo_is_bit_for_bit_the_trainer_as_it_is(loss_type):
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", ""], ids=str)
+def test_grpo_and_rloo_are_bit_for_bit_the_trainer_as_it_is(loss_type, bf16):
     """Where that is right: all batches have as many completions."""
-    theirs, _ = grpo(trl.GRPOTrainer, loss_type)
-    ours, _ = grpo(exact(trl.GRPOTrainer), loss_type)
+    trainer_class = trl.GRPOTrainer if loss_type else trl.RLOOTrainer
+    theirs, losses = grpo(trainer_class, loss_type, bf16=bf16)
+    ours, our_losses = grpo(exact(trainer_class), loss_type, bf16=bf16)
+    assert ours.state.global_step == 2
+    assert our_losses == pytest.approx(losses, abs=1e-7)  # logged; the loop adds them up differently
     assert apart(ours, theirs.model.state_dict()) == 0
+    assert apart(ours, make("llama").state_dict()) > 1e-4  # it has learnt
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
