@@ -63,7 +63,8 @@ def groups_on_ranks(loss_type: str, bf16: bool) -> Outcome:
     """GRPO, or RLOO, as it is and under `exact`."""
     datasets.disable_progress_bars()
     stock = trl.GRPOTrainer if loss_type else trl.RLOOTrainer
-    theirs, ours = (test_trl.grpo(kind, loss_type, bf16=bf16)[0] for kind in (stock, exact(stock)))
+    options = {"model": test_trl.float32_model, "bf16": bf16}
+    theirs, ours = (test_trl.grpo(kind, loss_type, **options)[0] for kind in (stock, exact(stock)))
     return {"theirs": theirs.model.state_dict(), "ours": ours.model.state_dict()}
 
 
@@ -89,7 +90,7 @@ def test_pairs_by_tokens(ran, name):
 
 @pytest.mark.parametrize("case", GROUPS, ids=str)
 def test_grpo_and_rloo_are_bit_for_bit_the_trainer_as_it_is(ran, case):
-    first = test_trl.make("llama").state_dict()
+    first = test_trl.float32_model().state_dict()
     for outcome in all_well(ran[str(case)]):
         assert apart(outcome["ours"], outcome["theirs"]) == 0
         assert apart(outcome["ours"], first) > 1e-4
