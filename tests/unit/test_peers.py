@@ -139,3 +139,11 @@ def test_files_can_be_chosen():
     found = program.chosen(SUITES["trl"], ["sft", "kto"])
     assert found.groups == (("tests/test_sft_trainer.py",), ("tests/test_kto_trainer.py",))
     assert program.chosen(SUITES["trl"], None) == SUITES["trl"]
+
+
+def test_what_is_known_is_of_a_suite_and_has_a_reason():
+    assert known.KNOWN.keys() == SUITES.keys()
+    assert all(reason for patterns in known.KNOWN.values() for reason in patterns.values())
+    test = "tests_pytorch/trainer/test_trainer.py::test_gradient_accumulation_scheduling_last_batch[3-1.0]"
+    assert "backward()" in known.reason_for("lightning", test)
+    assert known.reason_for("lightning", test.replace("scheduling", "")) is None
