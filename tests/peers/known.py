@@ -30,7 +30,7 @@ KNOWN: dict[str, dict[str, str]] = {
             "counts calls of Tensor.backward: the engine of autograd is called directly"
         ),
         "*/test_backward_calls.py::test_backward_count_with_closure": (
-            "steps LBFGS in windows of two batches: it asks for the loss again, and only that of the last one can be had"
+            "steps LBFGS in windows of two batches: it asks for the loss again, only that of the last one is at hand"
         ),
         "*/test_manual_optimization.py::test_multiple_optimizers_manual_call_counts[*": _WRAPPED,
         "*/test_manual_optimization.py::test_multiple_optimizers_manual_log": _WRAPPED,
