@@ -16,7 +16,11 @@ _OWN_BACKWARD = "overrides backward() with several batches in a window: refused,
 KNOWN: dict[str, dict[str, str]] = {
     "transformers": {},
     "trl": {},
-    "accelerate": {},
+    "accelerate": {
+        "*/test_grad_sync.py::SyncScheduler::test_gradient_sync_cpu_multi": (
+            "asserts half of the right gradient in a last window of one micro-batch, because windows have two"
+        ),
+    },
     "lightning": {
         "*/test_accelerator_connector.py::test_custom_accelerator": _COPIED,
         "*/test_accelerator_connector.py::test_sync_batchnorm_set_in_custom_strategy": _COPIED,
