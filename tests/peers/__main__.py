@@ -43,7 +43,9 @@ def main() -> int:
         notes.mkdir(parents=True, exist_ok=True)
         environment = _environment(home)
         trl = [str(checkouts["trl"])] if "trl" in checkouts else []
-        subprocess.run([sys.executable, "-m", "peers.hub", str(home), *trl], env=environment, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "peers.hub", str(home), *trl], env=environment | {"TQDM_DISABLE": "1"}, check=True
+        )
         suites = {name: chosen(SUITES[name], options.file) for name in checkouts}
         runs = [Run(name, suites[name], checkout, notes, environment) for name, checkout in checkouts.items()]
         comparisons = {run.name: run.compared() for run in runs}
