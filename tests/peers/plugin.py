@@ -98,15 +98,18 @@ def substitute_strategy() -> Patch:
     theirs = Trainer.__init__
 
     @functools.wraps(theirs)
-    def ours(self: Any, **options: Any) -> None:
+    def ours(self: Any, **options: Any) -> Any:
         given = options.get("callbacks") or []
         callbacks = given if isinstance(given, list) else [given]
         schedules = [one for one in callbacks if isinstance(one, GradientAccumulationScheduler)]
-        steps = schedules[0].scheduling if schedules else options.get("accumulate_grad_batches", 1)
+        number = options.get("accumulate_grad_batches", 1)
+        if schedules and number != 1:  # an error of Lightning's
+            return theirs(self, **options)
+        steps = schedules[0].scheduling if schedules else number
         with contextlib.suppress(BackendError):  # as documented: DeepSpeed, XLA and the first FSDP stay as they are
             options["strategy"] = ExactStrategy(options.get("strategy", "auto"), steps=steps)
             options["callbacks"] = [one for one in callbacks if one not in schedules]
-        theirs(self, **options)
+        return theirs(self, **options)
 
     return Trainer, "__init__", ours, theirs
 

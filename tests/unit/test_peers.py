@@ -57,6 +57,8 @@ def test_strategies_are_exact_while_they_are_substituted():
         trainer = LightningTrainer(callbacks=[scheduler], **quiet)
         assert trainer.strategy.steps == {0: 2, 4: 3}
         assert scheduler not in trainer.callbacks
+        both = LightningTrainer(accumulate_grad_batches=2, callbacks=[scheduler], **quiet)  # an error, later
+        assert scheduler in both.callbacks
         with pytest.raises(BackendError):
             ExactStrategy("fsdp")
         with pytest.raises(ValueError, match="requires a GPU"):  # as it is
