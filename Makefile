@@ -72,7 +72,14 @@ fuzz: venv  ## random programs against plain torch, e.g. PROGRAMS=100000 RANK_PR
 	cd tests && ../$(BIN)/python -m fuzzing --programs $(PROGRAMS) --rank-programs $(RANK_PROGRAMS) --first $(FIRST) --processes $(PROCESSES) \
 	  --out ../results/fuzz.json
 
-.PHONY: models tables wheel coverage
+checkout = $(addprefix $(1)=,$(abspath $(2)))
+CHECKOUTS = $(call checkout,transformers,$(TRANSFORMERS)) $(call checkout,trl,$(TRL)) $(call checkout,lightning,$(LIGHTNING)) \
+  $(if $(filter command,$(origin ACCELERATE)),$(call checkout,accelerate,$(ACCELERATE)))
+peers: venv  ## the test suites of other libraries, with our classes in place of theirs: TRL=FOLDER LIGHTNING=FOLDER ...
+	cd tests && ../$(BIN)/python -m peers $(CHECKOUTS) $(addprefix --file ,$(FILES)) \
+	  $(addprefix --notes ,$(abspath $(NOTES))) --out ../results/peers.json
+
+.PHONY: models tables wheel coverage peers
 models: venv  ## every model of transformers that computes a loss, made tiny: exact, without being told? NAMES="..." for some
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/every_model.py $(NAMES)
 

@@ -314,6 +314,24 @@ def models(results: Results) -> str:
     return f"{markdown(['labels', *columns], rows)}\n\n{said} {origin(result)}"
 
 
+def peers(results: Results) -> str:
+    """The test suites of other libraries that were run with our classes."""
+    rows = []
+    for name, found in results("peers")["suites"].items():
+        package = next(key for key in found["versions"] if key not in ("macrobatch", "torch"))
+        passed, differ = found["stock"]["passed"], len(found["known"]) + len(found["unknown"])
+        rows.append(
+            [
+                f"{name} {found['versions'][package]}, tests of {found['tests_of']}",
+                str(passed),
+                str(passed - differ),
+                str(len(found["known"])),
+                str(len(found["unknown"])),
+            ]
+        )
+    return markdown(["suite", "pass with its class", "of these with ours", "differ by design", "differ"], rows)
+
+
 def report_card(results: Results) -> str:
     """What `macrobatch audit` says of trainers and examples."""
 
@@ -338,6 +356,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
         shapes,
         earlier,
         models,
+        peers,
         report_card,
     )
 }

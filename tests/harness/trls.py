@@ -72,3 +72,28 @@ def reference_model() -> nn.Module:
 def reward_model() -> nn.Module:
     torch.manual_seed(1)
     return LlamaForSequenceClassification(LlamaConfig(**SMALL, **HEADS, num_labels=1)).double()
+
+
+def lengths(completions: Any, **_: Any) -> list[float]:
+    return [float(len(completion) % 5) for completion in completions]
+
+
+def float32_model() -> nn.Module:
+    return make("llama").float()
+
+
+def grpo(trainer_class: Any, loss_type: str, *, big: bool = False, model: Any = None, **more: Any) -> Any:
+    """Two steps of GRPO, or of RLOO."""
+    import trl  # which takes seconds
+
+    torch.manual_seed(5)
+    config = trl.GRPOConfig if loss_type else trl.RLOOConfig
+    options: dict[str, Any] = {
+        "max_completion_length": 8,
+        "num_generations": 4,
+        **({"loss_type": loss_type} if loss_type else {"beta": 0.0}),  # without a reference model
+        **more,
+    }
+    data = texts(("prompt", 2, 6), count=8)
+    sizes: dict[str, Any] = {"big": big, "per_device": 4, "reward_funcs": lengths, "model": model}
+    return run_trainer(trainer_class, config, data, options=options, **sizes)

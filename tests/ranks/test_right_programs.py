@@ -282,6 +282,8 @@ for _name, (_wrapper, _gathers) in WRAPPERS.items():
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_parameter_that_changes_inside_a_window(on_two_ranks, wrapper):
-    all_refused(on_two_ranks[f"inside_{wrapper}"], "slow.weight", "a parameter that is not trained, changed inside window 1")
+    all_refused(
+        on_two_ranks[f"inside_{wrapper}"], "slow.weight", "a parameter that is not trained, changed inside window 1"
+    )
     for when in ("after", "as it was"):
         assert [outcome["steps"] for outcome in all_well(on_two_ranks[f"{when}_{wrapper}"])] == [1, 1]

@@ -10,7 +10,7 @@ import torch
 from harness.programs import run_on_cpu
 from harness.ranks import Outcome, all_well
 from harness.trainers import apart
-from harness.trls import ROUNDING, reference_model, reward_model, run_trainer
+from harness.trls import ROUNDING, float32_model, grpo, reference_model, reward_model, run_trainer
 from macrobatch import by_tokens
 from macrobatch.transformers import exact
 
@@ -59,6 +59,22 @@ for _name in TRAINERS:
     SCENARIOS[_name] = partial(run_on_cpu, partial(by_tokens_on_ranks, _name))
 
 
+GROUPS = [(loss_type, bf16) for loss_type in ("grpo", "dapo", "") for bf16 in (False, True)]
+
+
+def groups_on_ranks(loss_type: str, bf16: bool) -> Outcome:
+    """GRPO, or RLOO, as it is and under `exact`."""
+    datasets.disable_progress_bars()
+    stock = trl.GRPOTrainer if loss_type else trl.RLOOTrainer
+    options = {"model": float32_model, "bf16": bf16}
+    theirs, ours = (grpo(kind, loss_type, **options)[0] for kind in (stock, exact(stock)))
+    return {"theirs": theirs.model.state_dict(), "ours": ours.model.state_dict()}
+
+
+for _case in GROUPS:
+    SCENARIOS[str(_case)] = partial(run_on_cpu, partial(groups_on_ranks, *_case))
+
+
 @pytest.mark.filterwarnings("ignore")  # of TRL and datasets, about themselves
 @pytest.mark.parametrize("name", TRAINERS)
 def test_pairs_by_tokens(on_two_ranks, name):
@@ -68,3 +84,11 @@ def test_pairs_by_tokens(on_two_ranks, name):
         for ours, theirs in zip(outcome["logs"][:2], big.state.log_history[:2], strict=True):
             assert ours["num_tokens"] == theirs["num_tokens"]
             assert ours[LOGGED[name]] == pytest.approx(theirs[LOGGED[name]], rel=0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("case", GROUPS, ids=str)
+def test_grpo_and_rloo_are_bit_for_bit_the_trainer_as_it_is(on_two_ranks, case):
+    first = float32_model().state_dict()
+    for outcome in all_well(on_two_ranks[str(case)]):
+        assert apart(outcome["ours"], outcome["theirs"]) == 0
+        assert apart(outcome["ours"], first) > 1e-4

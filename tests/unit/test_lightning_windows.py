@@ -9,6 +9,7 @@ import torchmetrics
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from harness import reference
 from harness.lightnings import Given, Task, Unsized, Words, fit, log_words, sentences, train_words
@@ -388,3 +389,11 @@ def test_what_cannot_be_kept_or_has_no_loss():
         fit(Manual(), BATCHES[:2], strategy=ExactStrategy(micro=2))
     with pytest.raises(BatchError, match="negative or not finite"):
         fit(Negative(), BATCHES[:2], strategy=ExactStrategy(steps=2, micro=2))
+
+
+@pytest.mark.parametrize("options", [{}, {"steps": 2}, {"steps": 2, "micro": 2}], ids=str)
+def test_a_module_without_a_training_step_is_an_error_of_lightning(options):
+    module = Task()
+    module.training_step = None
+    with pytest.raises(MisconfigurationException, match=r"No `training_step\(\)` method"):
+        fit(module, BATCHES[:2], strategy=ExactStrategy(**options))

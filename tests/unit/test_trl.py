@@ -5,7 +5,7 @@ import torch
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from harness.trainers import HEADS, SMALL, apart, arguments, make
-from harness.trls import ROUNDING, reference_model, reward_model, run_trainer, texts, tokenizer
+from harness.trls import ROUNDING, float32_model, grpo, reference_model, reward_model, run_trainer, texts, tokenizer
 from macrobatch import by_tokens, verify
 from macrobatch.errors import UsageError
 from macrobatch.transformers import exact
@@ -235,18 +235,6 @@ def test_reward(way):
     assert apart(made, big.model.state_dict()) <= ROUNDING
 
 
-def lengths(completions, **_):
-    return [float(len(completion) % 5) for completion in completions]
-
-
-def grpo(trainer_class, loss_type, *, big=False):
-    torch.manual_seed(5)
-    options = {"max_completion_length": 8, "num_generations": 4, "loss_type": loss_type}
-    data = texts(("prompt", 2, 6), count=8)
-    sizes = {"big": big, "per_device": 4, "reward_funcs": lengths}
-    return run_trainer(trainer_class, trl.GRPOConfig, data, options=options, **sizes)
-
-
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
 def test_grpo(loss_type):
     big, losses = grpo(trl.GRPOTrainer, loss_type, big=True)
@@ -256,12 +244,17 @@ def test_grpo(loss_type):
     assert max(parameter.grad is None for parameter in made.model.parameters())
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo"])
-def test_grpo_is_bit_for_bit_the_trainer_as_it_is(loss_type):
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo", ""], ids=str)
+def test_grpo_and_rloo_are_bit_for_bit_the_trainer_as_it_is(loss_type, bf16):
     """Where that is right: all batches have as many completions."""
-    theirs, _ = grpo(trl.GRPOTrainer, loss_type)
-    ours, _ = grpo(exact(trl.GRPOTrainer), loss_type)
+    trainer_class = trl.GRPOTrainer if loss_type else trl.RLOOTrainer
+    theirs, losses = grpo(trainer_class, loss_type, model=float32_model, bf16=bf16)
+    ours, our_losses = grpo(exact(trainer_class), loss_type, model=float32_model, bf16=bf16)
+    assert ours.state.global_step == 2
+    assert our_losses == pytest.approx(losses, abs=1e-7)  # logged; the loop adds them up differently
     assert apart(ours, theirs.model.state_dict()) == 0
+    assert apart(ours, float32_model().state_dict()) > 1e-4  # it has learnt
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])

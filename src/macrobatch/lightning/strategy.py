@@ -326,9 +326,10 @@ class ExactStrategy(Strategy):  # type: ignore[misc]
                     "and leave ExactStrategy out."
                 )
             return
-        if "dataloader_iter" in inspect.signature(model.training_step).parameters and (
-            self._longest > 1 or self.settings.keeps
-        ):
+        counts_batches = self._longest > 1 or self.settings.keeps
+        if not (counts_batches and callable(model.training_step)):  # without one, Lightning says so
+            return
+        if "dataloader_iter" in inspect.signature(model.training_step).parameters:
             raise UsageError(
                 f"{type(model).__name__}.training_step takes a dataloader_iter, so the Trainer cannot tell where its "
                 "windows begin and end. Let it take a batch, or use steps=1 without micro= and cuda_graph=."

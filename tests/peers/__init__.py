@@ -1,0 +1,1 @@
+"""`make peers`: the test suites of transformers, TRL, Accelerate and Lightning, with our classes in place of theirs."""
