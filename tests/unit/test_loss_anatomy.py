@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from harness.host_reads import HostReads
 from harness.losses import CLASSES, CUTS, LOSSES, Row, measure, new_batch, new_model
 from macrobatch._loss import below
-from macrobatch._loss.anatomy import MOST_NODES, Known, Part, anatomy_of
+from macrobatch._loss.anatomy import MOST_NODES, anatomy_of
 from macrobatch._loss.below import MOST_NODES_BELOW
 from macrobatch._loss.proportions import Kind
+from macrobatch._loss.reading import Known, Part
 from macrobatch._loss.weighing import weigh
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")  # of kl_div
@@ -51,18 +52,18 @@ def test_the_names_of_losses_are_unique():
 
 # Each planted bug makes a loss known that is not exact, so the test above would fail.
 PLANTED = {
-    "counts of the outer mean": ("_through_linear", lambda node, sums: (node, []), "mean of columns, sum"),
-    "nothing is looked for below": ("mixing_below", lambda edges, has_sizes: None, "variance by hand"),
-    "products are by one": ("_on_host", lambda constant: 1.0, "mean times samples"),
+    "counts of the outer mean": ("reductions._through_linear", lambda node, sums: (node, []), "mean of columns, sum"),
+    "nothing is looked for below": ("reductions.mixing_below", lambda edges, has_sizes: None, "variance by hand"),
+    "products are by one": ("anatomy._on_host", lambda constant: 1.0, "mean times samples"),
     "divisors are factors": (
-        "_Reading.add_sum", lambda self, step, count: self.add_mean(step, 1), "masked mean"),
+        "reading.Reading.add_sum", lambda self, step, count: self.add_mean(step, 1), "masked mean"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_seen(monkeypatch, bug):
     where, wrong, name = PLANTED[bug]
-    monkeypatch.setattr(f"macrobatch._loss.anatomy.{where}", wrong)
+    monkeypatch.setattr(f"macrobatch._loss.{where}", wrong)
     (row,) = (row for row in LOSSES if row.name == name)
     with pytest.raises(AssertionError):
         test_what_is_known_is_exact(row)
@@ -137,7 +138,7 @@ def test_no_random_expression_is_known_and_wrong(expression, cut):
 
 
 def test_a_wrong_random_expression_is_seen(monkeypatch):
-    monkeypatch.setattr("macrobatch._loss.anatomy.mixing_below", lambda edges, has_sizes: None)
+    monkeypatch.setattr("macrobatch._loss.reductions.mixing_below", lambda edges, has_sizes: None)
     expression = [("model.rows(batch)", ["x - x.mean(0) if x.ndim else x", "x.pow(2)"], "x.mean()", ["2 * x"])]
     assert error_of(expression, CUTS[0]) > 1e-3
 
@@ -387,7 +388,7 @@ def test_a_freed_graph_and_a_changed_factor_are_unknown(model, batch):
 
 
 def test_a_torch_that_saves_other_things_makes_a_loss_unknown(model, batch, monkeypatch):
-    monkeypatch.setattr("macrobatch._loss.anatomy.total_weight_of", operator.attrgetter("_gone"))
+    monkeypatch.setattr("macrobatch._loss.reductions.total_weight_of", operator.attrgetter("_gone"))
     assert anatomy_of(entropy(model, batch)).unknown == "NllLossBackward0"
 
 

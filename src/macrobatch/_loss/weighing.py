@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from macrobatch._loss.anatomy import NOTHING_KNOWN, Anatomy, Known, Part, anatomy_of, plain_mean
+from macrobatch._loss.anatomy import Anatomy, anatomy_of, plain_mean
 from macrobatch._loss.proportions import Kind, Number, Pair
+from macrobatch._loss.reading import NOTHING_KNOWN, Known, Part
 from macrobatch._torch.loss_nodes import SUMS, Node, is_sum_of_losses
 from macrobatch._torch.tensors import number_on_host, rounding_of
 from macrobatch.errors import BatchError, MacrobatchError, UsageError, warn

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from macrobatch._loss.anatomy import Part, anatomy_of
+from macrobatch._loss.anatomy import anatomy_of
+from macrobatch._loss.reading import Part
 from macrobatch._torch.tensors import hooks_on_gradient
 from macrobatch._torch.watching import expression_of
 from macrobatch.auditing.records import Micro, Term

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from macrobatch._io.files import replacing
 from macrobatch.errors import UsageError
@@ -145,6 +145,6 @@ def _new_file(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def _new_checksum(name: str) -> hashlib._Hash:
+def _new_checksum(name: str) -> Any:
     """A checksum that includes the file's name, so that a file that was copied to another name is not used."""
     return hashlib.sha256(b"%d:%s" % (len(name.encode()), name.encode()))

@@ -21,6 +21,7 @@ import tokenize
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from macrobatch.errors import BatchError, UsageError, counted
 from macrobatch.train import sources as files
@@ -101,7 +102,7 @@ class Documents:
             yield document
 
 
-def _add(total: hashlib._Hash, document: Document) -> None:
+def _add(total: Any, document: Document) -> None:
     for part in document.identity:
         content = part.encode("utf-8", "surrogatepass")
         total.update(b"%d:" % len(content))

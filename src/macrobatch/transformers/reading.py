@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from macrobatch._loss.anatomy import Known, anatomy_of
+from macrobatch._loss.anatomy import anatomy_of
+from macrobatch._loss.reading import Known
 from macrobatch._loss.weighing import Weight, weigh
 from macrobatch.errors import MacrobatchError, UsageError
 from macrobatch.transformers.compiled import CompiledLosses

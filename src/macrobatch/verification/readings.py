@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from macrobatch._loss.anatomy import Anatomy, Part, anatomy_of
+from macrobatch._loss.anatomy import Anatomy, anatomy_of
+from macrobatch._loss.reading import Part
 
 if TYPE_CHECKING:
     from macrobatch.verification.comparison import Comparison
