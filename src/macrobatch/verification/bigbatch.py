@@ -115,29 +115,28 @@ class BigBatch:
             self.samples: Samples | None = samples_of(batch, collate)
         except BatchError as error:
             self.samples, self.why_uncut = None, str(error)
+        if ranks.largest(float(self.samples is None)):
+            self.samples = None
 
     def copy(self) -> str | None:
         """Compute in float64 from now on. If that is impossible, return the reason."""
         if self.ranks.is_sharded:
             return "a sharded model cannot be copied"
+        problem, failed = None, "the model cannot be copied"
         try:
             twin = copy.deepcopy(self._trained_model).double()
             for parameter in twin.parameters():
                 parameter.data = _to_double(parameter.data)  # double() leaves complex parameters as they are
-        except Exception as error:
-            return f"the model cannot be copied ({_first_line(error)})"
-        twin.zero_grad()
-        _copy_hooks(self.names.parameters(), self.names.parameters_of(twin))
-        self._model, self.is_float64_copy = twin, True
-        problem = None
-        try:
+            twin.zero_grad()
+            _copy_hooks(self.names.parameters(), self.names.parameters_of(twin))
+            self._model, self.is_float64_copy, failed = twin, True, "it does not run in float64"
             gradient = self._rank_gradient([Weighted(None, 1.0)])
             if all(part is None for part in gradient.values()):
                 problem = "loss_fn does not use the model that it is given"
             elif not _is_finite(gradient) and self._trained_model_is_finite():
                 problem = "its gradient is not finite in float64"
         except Exception as error:
-            problem = f"it does not run in float64 ({_first_line(error)})"
+            problem = f"{failed} ({_first_line(error)})"
         if self.ranks.largest(float(problem is not None)):
             self._model, self.is_float64_copy = self._trained_model, False
             return problem or "it does not run in float64 on another rank"
@@ -181,6 +180,7 @@ class BigBatch:
         with RandomOperations(self._note_draw):
             self._entries = names_of_entries(lambda: self.gradient([Weighted(None, 0.0)]), self._model)
         self._host = None
+        self.draws_elsewhere = self.ranks.largest(float(self.draws_elsewhere)) > 0
         self.terms = self.ranks.broadcast(tuple(name for name in self._items[None] if name != WHOLE))
         if self.ranks.largest(len(self._last_foreign_leaves)):  # a loss may create some of them again in each call
             first = self._last_foreign_leaves
@@ -278,9 +278,8 @@ class BigBatch:
         """Whether the loss of the whole batch is another one than before."""
         with self.in_own_precision(None):
             self.gradient([Weighted(None, 0.0)])
-        return self.ranks.largest(float(not abs(self.loss - before) <= 1e-4 * abs(before))) > 0 and math.isfinite(
-            before
-        )
+        is_another = math.isfinite(before) and not abs(self.loss - before) <= 1e-4 * abs(before)
+        return self.ranks.largest(float(is_another)) > 0
 
     def _pad_terms(self, terms: Sequence[Weighted]) -> Sequence[Weighted]:
         """Pad the terms with weights of 0 if every backward communicates, so that all ranks have equally many."""

@@ -72,6 +72,11 @@ class Gradient:
         products = [_dot_product(part, other.parts.get(name)) for name, part in self.parts.items()]
         return reduce_numbers([sum(products)], self.group, dist.ReduceOp.SUM)[0]
 
+    def squares(self) -> dict[str, float]:
+        """The squared norm of each parameter's gradient."""
+        numbers = [_dot_product(part, part) for part in self.parts.values()]
+        return dict(zip(self.parts, reduce_numbers(numbers, self.group, dist.ReduceOp.SUM), strict=True))
+
     def fit(self, other: Gradient) -> float:
         """The factor that brings the other gradient closest to this one."""
         square = other.dot(other)
@@ -189,6 +194,13 @@ class Ranks:
 
     def largest(self, number: float) -> float:
         return reduce_numbers([number], self.group, dist.ReduceOp.MAX if self.group is not None else None)[0]
+
+    def gather(self, answer: Any) -> list[Any]:
+        """The answers of all ranks, on all ranks."""
+        answers = [answer] * self.world_size
+        if self.group is not None:
+            dist.all_gather_object(answers, answer, group=self.group)
+        return answers
 
     def broadcast(self, answer: Any) -> Any:
         """The value of the first rank, on all ranks."""

@@ -163,14 +163,16 @@ def verify(
         run = functools.partial(watch, step_or_default, model, batch, saved_state, big.names, entries)
         run = functools.partial(run, has_draws=bool(big.draws) and not is_compiled(model))
         observation = run()
-        reruns = _run_again(run, model, observation) if step is not None else None
+        observation.agree(ranks)
+        reruns = _run_again(run, model, observation, ranks) if step is not None else None
         saved_state.restore_gradients()
         has_same_modes = all(module.training == training for module, training in observation.modes.items())
         _enter_modes(big.names, observation)
         case = compare(observation, reruns, big, weighed, divides_by_samples=step is None, expected_windows=windows)
         case.whole_loss = whole_loss
-        has_moved = saved_state.has_changed_outer and len(observation.windows) > 1
-        case.has_another_loss = lambda: has_moved or (has_same_modes and big.has_another_loss(first_loss))
+        has_moved = ranks.largest(float(saved_state.has_changed_outer and len(observation.windows) > 1)) > 0
+        can_compare = not ranks.largest(float(not has_same_modes))
+        case.has_another_loss = lambda: has_moved or (can_compare and big.has_another_loss(first_loss))
         case.run_doubled = functools.partial(_run_doubled, run, saved_state, big.names, observation)
         report: Report = ranks.broadcast(build_report(case, dropout.names))
     return report
@@ -249,14 +251,15 @@ def uneven_size(samples: int) -> int:
 
 
 def _run_again(
-    run: Callable[[], Observation], model: nn.Module, observation: Observation
+    run: Callable[[], Observation], model: nn.Module, observation: Observation, ranks: Ranks
 ) -> tuple[Observation, Observation] | None:
     """Run a step that left gradients behind twice more: first with other gradients in ``.grad``, then with none.
 
     The other gradients are scrambled: a step that adds to its own gradients and clips could give the same result. And
     they are as large as gradients are before they are divided or clipped: beside those, small ones would not show.
     """
-    if not observation.has_stepped or all(gradient is None for gradient in observation.final_gradients.values()):
+    has_left = any(gradient is not None for gradient in observation.final_gradients.values())
+    if not ranks.largest(float(observation.has_stepped and has_left)):
         return None
     before = max((window.norm_before_step for window in observation.windows), default=0.0)
     after = math.sqrt(sum(float(g.double().norm()) ** 2 for g in observation.final_gradients.values() if g is not None))

@@ -18,7 +18,7 @@ from macrobatch.verification.catalogue import CAUSES, RETURN_ITEMS, cause, doubt
 from macrobatch.verification.clipping import is_clipped_in_another_direction, mid_window_cause, remaining_shares
 from macrobatch.verification.comparison import Case, Comparison, Hypothesis
 from macrobatch.verification.gradient import Gradient, projection
-from macrobatch.verification.label_causes import sequence_leaves
+from macrobatch.verification.label_causes import sequence_leaves_of_ranks
 from macrobatch.verification.readings import counts_before_shift, repeated_division, states, unequal_means
 from macrobatch.verification.report import Cause, Certainty
 from macrobatch.verification.term_causes import term_hypotheses
@@ -150,6 +150,13 @@ def _hypotheses(case: Case, window: Comparison) -> Iterator[Hypothesis]:
                 "mean of means",
                 alike,
                 _inequality_evidence(case, window, parts, items),
+            )
+        if -ranks.largest(-count) < window.micro_batches:
+            yield Hypothesis(
+                "mean of means",
+                case.weighted_gradient(parts, [1 / (count or 1)] * count).only(held),
+                "each rank takes the mean of its micro-batches' means, and all ranks count the same. But they have "
+                f"different numbers of items: {_number_list(items)} in the micro-batches of the first rank.",
             )
     if ranks.world_size > 1:
         yield Hypothesis(
@@ -296,9 +303,7 @@ def _equal_rank_weights(items: list[float]) -> list[float]:
 
 def _label_counts(case: Case, parts: list[list[int]]) -> Iterator[tuple[list[float], list[float]]]:
     """For each leaf that may hold labels or a mask: the counts of all micro-batches before and after the shift."""
-    for path, leaf in sequence_leaves(case):
-        if leaf.dtype == torch.bool and "mask" not in path:
-            continue
+    for path, leaf in sequence_leaves_of_ranks(case):
         counts = leaf != 0 if "mask" in path else leaf != IGNORED
         before = [float(counts[part].sum()) for part in parts]
         after = [float(counts[part][:, 1:].sum()) for part in parts]
@@ -359,7 +364,7 @@ def _known_factors(case: Case, window: Comparison, factor: float) -> Iterator[Kn
 
 def _padding_factors(case: Case, window: Comparison) -> Iterator[KnownFactor]:
     """The factors of a step that counts all positions as items, or all but one per sample."""
-    if window.parts is None or not case.big.has_items:
+    if window.parts is None or not case.big.ranks.largest(float(case.big.has_items)):
         return
     own = sum(case.big.items(window.parts)), sum(map(len, window.parts)), sum(_positions(window))
     items, samples, positions = map(case.big.ranks.sum, own)
