@@ -1,8 +1,11 @@
 """`verify` on real ranks: the reference is one big batch of all ranks' samples, and every rank gets the same report."""
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.loops import Loop, by_items, loss_fn, next_token_fn, pieces, two_counts, two_terms
 from harness.ranks import Outcome, all_well, ddp, fsdp1, fsdp2, full_weights, made, run, same_on_all
-from harness.reference import VOCABULARY, WIDTH, Attention, Batch, batch, mean_loss, sum_loss
+from harness.reference import IGNORED, VOCABULARY, WIDTH, Attention, Batch, batch, mean_loss, sum_loss
 from macrobatch import Accumulator, MacroStep, verify
 
 SCENARIOS: dict[str, Callable[[], Outcome]] = {}
@@ -37,9 +40,10 @@ def verified(
     loss: Callable[[nn.Module, Batch], Any] = loss_fn,
     **options: Any,
 ) -> Outcome:
-    """The report, and whether the weights are as before."""
+    """The report, whether the weights are as before, and the lines of `verify` that asked the other ranks."""
     before = full_weights(model)
-    report = verify(model, loss, share(), step=step, **options)
+    with noting_questions() as questions:
+        report = verify(model, loss, share(), step=step, **options)
     after = full_weights(model)
     return {
         "ok": report.ok,
@@ -47,9 +51,33 @@ def verified(
         "causes": [cause.name for cause in report.causes],
         "windows": [window.samples for window in report.windows],
         "text": str(report),
+        "questions": questions,
         "kept": all(torch.equal(before[name], after[name]) for name in before)
         and all(parameter.grad is None for parameter in model.parameters()),
     }
+
+
+@contextlib.contextmanager
+def noting_questions() -> Iterator[list[str]]:
+    """Where ranks ask different questions at the same time, they hang, or get an answer to another question."""
+    questions: list[str] = []
+
+    def noted(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*args: Any, **options: Any) -> Any:
+            lines, frame = [], sys._getframe(1)
+            while frame is not None:
+                if "/verification/" in frame.f_code.co_filename:
+                    lines.append(f"{frame.f_code.co_name} {frame.f_lineno}")
+                frame = frame.f_back
+            questions.append(" < ".join(lines))
+            return collective(*args, **options)
+
+        return ask
+
+    with contextlib.ExitStack() as patches:
+        for name in ("all_reduce", "all_gather_object", "broadcast_object_list"):
+            patches.enter_context(mock.patch.object(dist, name, noted(getattr(dist, name))))
+        yield questions
 
 
 # ---------------------------------------------------------------------------------------------------- loops on ranks
@@ -155,6 +183,35 @@ def accumulated(model: nn.Module, share: Batch) -> None:
 def in_bf16() -> nn.Module:
     """Weights in float32, gathered in bf16: the model cannot be copied, and its own dtype does not tell."""
     return fsdp2(made(dtype=torch.float32), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+def labels_of(seed: int) -> Batch:
+    """12 samples on the first rank and 8 on the second; some without a label."""
+    draw = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(20, 5, generator=draw), torch.randint(3, (20,), generator=draw)
+    y[torch.rand(20, generator=draw) < 0.4] = IGNORED
+    own = slice(12) if dist.get_rank() == 0 else slice(12, 20)
+    return Batch(x[own].double(), y[own])
+
+
+def class_loss(model: nn.Module, share: Batch) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(model(share.x), share.y), (share.y != IGNORED).sum()
+
+
+def means_of_micro_batches(model: Any, share: Batch, divided: bool = True) -> None:
+    """3 on the first rank and 2 on the second; gradients travel with the last."""
+    optimizer, micro_batches = torch.optim.SGD(model.parameters(), 0.1), list(pieces(share, 4))
+    for micro in micro_batches:
+        model.require_backward_grad_sync = micro is micro_batches[-1]
+        (class_loss(model, micro)[0] / (len(micro_batches) if divided else 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def classified(seed: int, **options: bool) -> Outcome:
+    torch.manual_seed(seed)
+    step = partial(means_of_micro_batches, **options)
+    return verified(ddp(nn.Linear(5, 3).double()), step, partial(labels_of, seed), class_loss)
 
 
 def different_lengths(model: nn.Module, share: Batch) -> None:
@@ -265,6 +322,8 @@ WRONG = {
         lambda: verified(fsdp2(made()), terms_by_hand(tokens=2.0), loss=two_terms),
         "term and world size",
     ),
+    **{f"ddp-means-{seed}": (partial(classified, seed), "mean of means") for seed in range(4)},
+    **{f"ddp-sums-{seed}": (partial(classified, seed, divided=False), "mean of means") for seed in range(2)},
     "out-of-step": (lambda: verified(made(), different_lengths), "ranks out of step"),
 }
 SCENARIOS |= RIGHT | {name: scenario for name, (scenario, _) in WRONG.items()}
@@ -276,6 +335,7 @@ def test_a_right_step_is_found_right(ran, name):
     assert all(outcome["ok"] for outcome in outcomes), outcomes[0]["text"]
     assert all(outcome["kept"] for outcome in outcomes)
     same_on_all(outcomes, "error")
+    assert outcomes[0]["questions"] == outcomes[1]["questions"]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -285,3 +345,4 @@ def test_a_wrong_one_is_found_and_named(ran, name):
     assert all(outcome["causes"][0] == WRONG[name][1] for outcome in outcomes), outcomes[0]["text"]
     assert all(outcome["kept"] for outcome in outcomes)
     assert len({outcome["text"] for outcome in outcomes}) == 1
+    assert outcomes[0]["questions"] == outcomes[1]["questions"]

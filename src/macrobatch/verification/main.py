@@ -155,6 +155,8 @@ def verify(
         big = BigBatch(model, reference, batch, ranks, collate, weighed)
         if not ranks.sum(1 if big.samples is None else big.samples.count):  # None: not a batch that can be cut
             raise UsageError("the batch has no samples, so there is nothing to verify.")
+        if step is None and (why := next(filter(None, ranks.gather(big.why_uncut)), None)) is not None:
+            raise BatchError(why)
         entries, first_loss = _entries_of(big, batch), big.loss
         saved_state.include_leaves(big.foreign_leaves)
         if not ranks.is_sharded:
@@ -179,16 +181,16 @@ def verify(
 
 
 def _entries_of(big: BigBatch, batch: object) -> list[nn.Module]:
-    """The modules that the loss calls. If it fails for a list that cannot be cut, say that it may need `collate`."""
+    """The modules that the loss calls. If it fails for a batch that cannot be cut, say why it cannot."""
     try:
         return big.entries()
     except MacrobatchError:
         raise
     except Exception as error:
-        if big.why_uncut is None or not isinstance(batch, list):
+        if big.why_uncut is None:
             raise
-        message = f"loss_fn failed with the batch, which is a list ({type(error).__name__}: {error}). {big.why_uncut}"
-    raise BatchError(message)
+        what = f"which is a {type(batch).__name__} ({type(error).__name__}: {error}). It cannot be cut: {big.why_uncut}"
+        raise BatchError(f"loss_fn failed with the batch, {what}") from error
 
 
 # ---------------------------------------------------------------------------------------------- running the step
