@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from macrobatch.verification.catalogue import CLIP_ONCE, cause
+from macrobatch.verification.catalogue import CLIP_ONCE, cause, number_list
 from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.gradient import Gradient
 from macrobatch.verification.report import Cause
@@ -322,10 +322,9 @@ def mid_window_cause(case: Case, window: Comparison) -> Cause | None:
     factors = next(filter(None, case.big.ranks.gather(_shrink_factors(window))), None)
     if factors is None:
         return None
-    times = " ".join(f"{factor:.3g}" for factor in factors[:6]) + (" ..." if len(factors) > 6 else "")
     said = (
         f"gradients became smaller after {len(factors)} of the window's first {window.micro_batches - 1} backwards: "
-        f"{times} times what they were."
+        f"{number_list(factors, '.3g')} times what they were."
     )
     if _is_division(factors):
         return cause("divided inside the window", f"{said} So each micro-batch counts less than the next one.")

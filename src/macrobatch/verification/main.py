@@ -20,7 +20,7 @@ from macrobatch._border import arguments
 from macrobatch._checks.catalogue import turned_on
 from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import ByCount, ByTokens
-from macrobatch._cut.samples import Collate, samples_of
+from macrobatch._cut.samples import Collate
 from macrobatch._ranks.select import common_wrapper, select_backend
 from macrobatch._torch.modules import is_compiled
 from macrobatch.errors import BatchError, MacrobatchError, UsageError
@@ -28,8 +28,10 @@ from macrobatch.macrostep import MacroStep
 from macrobatch.types import Counts, Joint, Reduction
 from macrobatch.verification.arguments import require_batch, require_valid_arguments
 from macrobatch.verification.bigbatch import BigBatch, LossFunction
+from macrobatch.verification.catalogue import name_list
 from macrobatch.verification.causes import explain
 from macrobatch.verification.comparison import Case, Comparison, Precision
+from macrobatch.verification.default_step import default_step
 from macrobatch.verification.gradient import Gradient, Ranks
 from macrobatch.verification.names import Names
 from macrobatch.verification.observation import Observation, ObservedWindow
@@ -200,58 +202,6 @@ def _run_macro_step(train: MacroStep, _: nn.Module, batch: Any) -> None:
     train(batch)
 
 
-def default_step(
-    loss_fn: LossFunction,
-    micro: int | ByCount | ByTokens | None,
-    reduction: Reduction,
-    collate: Collate | None,
-    counts: Counts | None = None,
-    joint: Joint | None = None,
-) -> Step:
-    """A step that runs `MacroStep` with a learning rate of 0."""
-
-    def step(model: nn.Module, batch: Any) -> None:
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-        size = micro or uneven_size(samples_of(batch, collate).count)
-        options: Any = {"reduction": reduction, "collate": collate, "counts": counts, "joint": joint}
-        MacroStep(model, optimizer, _unrefused(loss_fn), micro=size, **options)(batch)
-
-    return step
-
-
-def _unrefused(loss_fn: LossFunction) -> LossFunction:
-    """The same function, but a loss that comes with items cannot be read: the report tells whether they are wrong."""
-
-    def unread(model: nn.Module, batch: Any) -> Any:
-        returned = loss_fn(model, batch)
-        if isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor):
-            return _Unread.apply(returned[0]), returned[1]  # type: ignore[no-untyped-call]
-        return returned
-
-    return unread
-
-
-class _Unread(torch.autograd.Function):
-    """The identity. No graph is read through it."""
-
-    @staticmethod
-    def forward(_: Any, loss: Tensor) -> Tensor:
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(_: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-def uneven_size(samples: int) -> int:
-    """A micro-batch size that cuts the samples into about three micro-batches, the last smaller than the others.
-
-    >>> [uneven_size(samples) for samples in (1, 2, 3, 8, 9, 64)]
-    [1, 1, 2, 3, 4, 22]
-    """
-    return 1 if samples < 3 else samples // 3 + 1
-
-
 def _run_again(
     run: Callable[[], Observation], model: nn.Module, observation: Observation, ranks: Ranks
 ) -> tuple[Observation, Observation] | None:
@@ -403,8 +353,7 @@ def build_report(case: Case, dropout_names: list[str]) -> Report:
     """The report of a case, with its causes and notes."""
     causes, notes = explain(case)
     if dropout_names:
-        shown = ", ".join(dropout_names[:3]) + (", ..." if len(dropout_names) > 3 else "")
-        notes.append(f"dropout was switched off for the comparison ({shown})")
+        notes.append(f"dropout was switched off for the comparison ({name_list(dropout_names)})")
     if case.precision.why_not:
         notes.append(f"compared without a float64 copy: {case.precision.why_not}")
     worst = max(case.windows, key=lambda window: window.error, default=None)

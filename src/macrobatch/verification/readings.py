@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from macrobatch._loss.anatomy import Anatomy, Part, anatomy_of
+from macrobatch.verification.catalogue import number_list
 
 if TYPE_CHECKING:
     from macrobatch.verification.comparison import Comparison
@@ -53,7 +54,7 @@ def unequal_means(window: Comparison) -> str | None:
     for found in [*window.observed.readings, _readings(window)]:
         if len(found) < 2 or not _is_same([one.weight for one in found]) or _is_same([one.items for one in found]):
             continue
-        counts = " ".join(f"{one.items:g}" for one in found[:8]) + (" ..." if len(found) > 8 else "")
+        counts = number_list([one.items for one in found])
         return f"the losses of the window are means over {counts} items, and each of these means weighs the same."
     return None
 
