@@ -214,6 +214,16 @@ def classified(seed: int, **options: bool) -> Outcome:
     return verified(ddp(nn.Linear(5, 3).double()), step, partial(labels_of, seed), class_loss)
 
 
+def noisy_loss(model: nn.Module, share: Batch) -> Tensor:
+    """Numbers in float64 are others than in float32, so they say nothing about rounding."""
+    return F.cross_entropy(model(share.x + torch.randn_like(share.x)), share.y.clamp(min=0))
+
+
+def noisy() -> Outcome:
+    share = labels_of(0)
+    return verified(ddp(nn.Linear(5, 3)), None, lambda: Batch(share.x.float(), share.y), noisy_loss)
+
+
 def different_lengths(model: nn.Module, share: Batch) -> None:
     Loop(size=4, steps=1, weight=by_items)(model, share)
 
@@ -324,6 +334,7 @@ WRONG = {
     ),
     **{f"ddp-means-{seed}": (partial(classified, seed), "mean of means") for seed in range(4)},
     **{f"ddp-sums-{seed}": (partial(classified, seed, divided=False), "mean of means") for seed in range(2)},
+    "ddp-noise": (noisy, "random numbers that differ"),
     "out-of-step": (lambda: verified(made(), different_lengths), "ranks out of step"),
 }
 SCENARIOS |= RIGHT | {name: scenario for name, (scenario, _) in WRONG.items()}

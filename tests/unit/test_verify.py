@@ -504,8 +504,12 @@ def test_a_macro_step_as_it_is():
 
 def test_a_list_of_samples_without_collate():
     model, samples = nn.Linear(3, 1), [{"x": torch.randn(3)} for _ in range(5)]
-    with pytest.raises(BatchError, match=r"which is a list \(TypeError: .*collate="):
-        verify(model, lambda model, batch: model(batch["x"]).mean(), samples)
+    for step, message in (
+        (None, "a list of 5 .*collate="),
+        (lambda model, batch: None, r"which is a list \(TypeError: .*collate="),
+    ):
+        with pytest.raises(BatchError, match=message):
+            verify(model, lambda model, batch: model(batch["x"]).mean(), samples, step=step)
 
 
 def regression(model, batch):

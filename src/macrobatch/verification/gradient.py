@@ -119,6 +119,24 @@ def reduce_numbers(numbers: list[float], group: Group, how: Any) -> list[float]:
     return list(together.tolist())
 
 
+def sum_over_ranks(found: NamedGradients, parameters: dict[str, nn.Parameter], group: Group) -> NamedGradients:
+    """Sum gradients over the ranks. A gradient stays None if no rank has one."""
+    present = reduce_numbers([float(part is not None) for part in found.values()], group, dist.ReduceOp.SUM)
+    summed: NamedGradients = {}
+    for (name, part), ranks in zip(found.items(), present, strict=True):
+        if not ranks:
+            summed[name] = None
+            continue
+        total = as_dense(torch.zeros_like(parameters[name])) if part is None else part.clone()
+        dist.all_reduce(total, group=group)
+        summed[name] = total
+    return summed
+
+
+def is_finite(gradient: NamedGradients) -> bool:
+    return all(part is None or bool(part.isfinite().all()) for part in gradient.values())
+
+
 def _largest(part: Tensor | None) -> float:
     if part is None or not part.numel():
         return 0.0
