@@ -113,6 +113,11 @@ def clip(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
+def clip_on_one_rank(model: nn.Module) -> None:
+    if dist.get_rank() == 1:
+        clip(model)
+
+
 def as_many_samples() -> Batch:
     """But not as many items."""
     return batch(12, seed=dist.get_rank())
@@ -303,6 +308,10 @@ WRONG = {
     ),
     "ddp-inner-spoiled": (lambda: verified(ddp(made(Inner)), by_hand(all_items, last=spoil)), "unexplained"),
     "ddp-clipped-each": (lambda: verified(ddp(made()), by_hand(all_items, each=clip)), "clip per micro-batch"),
+    "ddp-clipped-on-one": (
+        lambda: verified(ddp(made()), by_hand(all_items, last=clip_on_one_rank)),
+        "gradients not synchronised",
+    ),
     "ddp-no-items": (
         lambda: verified(ddp(made()), each_its_mean, as_many_samples, mean_loss),
         "mean of means",

@@ -211,11 +211,8 @@ def _nonfinite_reference_cause(case: Case, _wrong: list[Comparison]) -> Cause | 
 
 
 def _synchronisation_cause(case: Case, wrong: list[Comparison]) -> Cause | None:
-    ranks = case.big.ranks
-    if ranks.group is None or ranks.is_sharded:
-        return None
     for window in wrong:
-        apart = window.actual.spread() / (window.expected.largest or 1.0)
+        apart = case.spread(window)
         if apart > window.tolerance:
             return cause(
                 "gradients not synchronised",

@@ -180,6 +180,8 @@ def _is_clipped_in_parts(case: Case, window: Comparison, by: str) -> bool:
     if case.big.ranks.largest(float(clipped is None)) or clipped is None:
         return False
     names = set().union(*case.big.ranks.gather(set(clipped)))
+    if case.spread(window) > window.tolerance:  # only some ranks clip
+        return False
     if not names or (twice is None and not _have_one_norm(case, window, [norms[name] for name in names])):
         return False
     expected = Gradient({**window.expected.parts, **clipped}, window.expected.group)
