@@ -343,10 +343,9 @@ WRONG = {
     ),
     **{f"ddp-means-{seed}": (partial(classified, seed), "mean of means") for seed in range(4)},
     **{f"ddp-sums-{seed}": (partial(classified, seed, divided=False), "mean of means") for seed in range(2)},
-    "ddp-noise": (noisy, "random numbers that differ"),
     "out-of-step": (lambda: verified(made(), different_lengths), "ranks out of step"),
 }
-SCENARIOS |= RIGHT | {name: scenario for name, (scenario, _) in WRONG.items()}
+SCENARIOS |= RIGHT | {name: scenario for name, (scenario, _) in WRONG.items()} | {"ddp-noise": noisy}
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -366,3 +365,9 @@ def test_a_wrong_one_is_found_and_named(ran, name):
     assert all(outcome["kept"] for outcome in outcomes)
     assert len({outcome["text"] for outcome in outcomes}) == 1
     assert outcomes[0]["questions"] == outcomes[1]["questions"]
+
+
+def test_random_numbers_that_cannot_be_repeated(ran):
+    outcomes = all_well(ran["ddp-noise"])
+    assert all(outcome["text"].startswith("UNKNOWN") for outcome in outcomes), outcomes[0]["text"]
+    assert all(outcome["causes"] == ["random numbers that differ"] for outcome in outcomes)
