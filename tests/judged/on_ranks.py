@@ -1,8 +1,11 @@
 """Steps on real ranks: right ones, and wrong ones with the cause that `verify` must name."""
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.loops import Loop, by_items, loss_fn, next_token_fn, pieces, two_counts, two_terms
 from harness.ranks import Outcome, ddp, fsdp1, fsdp2, full_weights, made
-from harness.reference import VOCABULARY, WIDTH, Attention, Batch, batch, mean_loss, sum_loss
+from harness.reference import IGNORED, VOCABULARY, WIDTH, Attention, Batch, batch, mean_loss, sum_loss
 from macrobatch import Accumulator, MacroStep, verify
 
 
@@ -29,9 +32,10 @@ def verified(
     loss: Callable[[nn.Module, Batch], Any] = loss_fn,
     **options: Any,
 ) -> Outcome:
-    """The report, and whether the weights are as before."""
+    """The report, whether the weights are as before, and the lines of `verify` that asked the other ranks."""
     before = full_weights(model)
-    report = verify(model, loss, share(), step=step, **options)
+    with noting_questions() as questions:
+        report = verify(model, loss, share(), step=step, **options)
     after = full_weights(model)
     return {
         "ok": report.ok,
@@ -39,9 +43,33 @@ def verified(
         "causes": [cause.name for cause in report.causes],
         "windows": [window.samples for window in report.windows],
         "text": str(report),
+        "questions": questions,
         "kept": all(torch.equal(before[name], after[name]) for name in before)
         and all(parameter.grad is None for parameter in model.parameters()),
     }
+
+
+@contextlib.contextmanager
+def noting_questions() -> Iterator[list[str]]:
+    """Where ranks ask different questions at the same time, they hang, or get an answer to another question."""
+    questions: list[str] = []
+
+    def noted(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*args: Any, **options: Any) -> Any:
+            lines, frame = [], sys._getframe(1)
+            while frame is not None:
+                if "/verification/" in frame.f_code.co_filename:
+                    lines.append(f"{frame.f_code.co_name} {frame.f_lineno}")
+                frame = frame.f_back
+            questions.append(" < ".join(lines))
+            return collective(*args, **options)
+
+        return ask
+
+    with contextlib.ExitStack() as patches:
+        for name in ("all_reduce", "all_gather_object", "broadcast_object_list"):
+            patches.enter_context(mock.patch.object(dist, name, noted(getattr(dist, name))))
+        yield questions
 
 
 def everyone(number: float) -> float:
@@ -72,6 +100,11 @@ def spoil(model: Any) -> None:
 
 def clip(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def clip_on_one_rank(model: nn.Module) -> None:
+    if dist.get_rank() == 1:
+        clip(model)
 
 
 def as_many_samples() -> Batch:
@@ -144,6 +177,45 @@ def accumulated(model: nn.Module, share: Batch) -> None:
 def in_bf16() -> nn.Module:
     """Weights in float32, gathered in bf16: the model cannot be copied, and its own dtype does not tell."""
     return fsdp2(made(dtype=torch.float32), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+def labels_of(seed: int) -> Batch:
+    """12 samples on the first rank and 8 on the second; some without a label."""
+    draw = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(20, 5, generator=draw), torch.randint(3, (20,), generator=draw)
+    y[torch.rand(20, generator=draw) < 0.4] = IGNORED
+    own = slice(12) if dist.get_rank() == 0 else slice(12, 20)
+    return Batch(x[own].double(), y[own])
+
+
+def class_loss(model: nn.Module, share: Batch) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(model(share.x), share.y), (share.y != IGNORED).sum()
+
+
+def means_of_micro_batches(model: Any, share: Batch, divided: bool = True) -> None:
+    """3 on the first rank and 2 on the second; gradients travel with the last."""
+    optimizer, micro_batches = torch.optim.SGD(model.parameters(), 0.1), list(pieces(share, 4))
+    for micro in micro_batches:
+        model.require_backward_grad_sync = micro is micro_batches[-1]
+        (class_loss(model, micro)[0] / (len(micro_batches) if divided else 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def classified(seed: int, **options: bool) -> Outcome:
+    torch.manual_seed(seed)
+    step = partial(means_of_micro_batches, **options)
+    return verified(ddp(nn.Linear(5, 3).double()), step, partial(labels_of, seed), class_loss)
+
+
+def noisy_loss(model: nn.Module, share: Batch) -> Tensor:
+    """Numbers in float64 are others than in float32, so they say nothing about rounding."""
+    return F.cross_entropy(model(share.x + torch.randn_like(share.x)), share.y.clamp(min=0))
+
+
+def noisy() -> Outcome:
+    share = labels_of(0)
+    return verified(ddp(nn.Linear(5, 3)), None, lambda: Batch(share.x.float(), share.y), noisy_loss)
 
 
 def different_lengths(model: nn.Module, share: Batch) -> None:
@@ -229,6 +301,10 @@ WRONG = {
     ),
     "ddp-inner-spoiled": (lambda: verified(ddp(made(Inner)), by_hand(all_items, last=spoil)), "unexplained"),
     "ddp-clipped-each": (lambda: verified(ddp(made()), by_hand(all_items, each=clip)), "clip per micro-batch"),
+    "ddp-clipped-on-one": (
+        lambda: verified(ddp(made()), by_hand(all_items, last=clip_on_one_rank)),
+        "gradients not synchronised",
+    ),
     "ddp-no-items": (
         lambda: verified(ddp(made()), each_its_mean, as_many_samples, mean_loss),
         "mean of means",
@@ -258,5 +334,7 @@ WRONG = {
         lambda: verified(fsdp2(made()), terms_by_hand(tokens=2.0), loss=two_terms),
         "term and world size",
     ),
+    **{f"ddp-means-{seed}": (partial(classified, seed), "mean of means") for seed in range(4)},
+    **{f"ddp-sums-{seed}": (partial(classified, seed, divided=False), "mean of means") for seed in range(2)},
     "out-of-step": (lambda: verified(made(), different_lengths), "ranks out of step"),
 }

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 import random
 
 import pytest
@@ -18,7 +19,7 @@ from macrobatch.errors import BatchError, FitError, UsageError
 from macrobatch.verification import Report
 from macrobatch.verification.catalogue import cause
 from macrobatch.verification.observation import Arrival, Call
-from macrobatch.verification.report import verdict_of
+from macrobatch.verification.report import WindowReport, verdict_of
 from macrobatch.verification.sample_matching import match_samples
 
 BATCH = batch_of(items=UNEQUAL)
@@ -503,8 +504,52 @@ def test_a_macro_step_as_it_is():
 
 def test_a_list_of_samples_without_collate():
     model, samples = nn.Linear(3, 1), [{"x": torch.randn(3)} for _ in range(5)]
-    with pytest.raises(BatchError, match=r"which is a list \(TypeError: .*collate="):
-        verify(model, lambda model, batch: model(batch["x"]).mean(), samples)
+    for step, message in (
+        (None, "a list of 5 .*collate="),
+        (lambda model, batch: None, r"which is a list \(TypeError: .*collate="),
+    ):
+        with pytest.raises(BatchError, match=message):
+            verify(model, lambda model, batch: model(batch["x"]).mean(), samples, step=step)
+
+
+def regression(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("step", [None, lambda model, batch: None])
+def test_leaves_of_different_lengths(step):
+    with pytest.raises(BatchError, match=r"batch\[0\] has 12, but batch\[1\] has 3"):
+        verify(nn.Linear(5, 2), regression, (torch.randn(12, 5), torch.randn(3, 2)), step=step)
+
+
+def test_a_dict_of_one_term():
+    model, batch = nn.Linear(5, 2), (torch.randn(12, 5), torch.randn(12, 2))
+
+    def one_term(model, batch):
+        return {"only": (regression(model, batch), len(batch[0]))}
+
+    assert verify(model, one_term, batch, counts=lambda batch: {"only": len(batch[0])}, micro=5).ok
+    with pytest.raises(BatchError, match=r"A dict of terms \(only\) needs counts="):
+        verify(model, one_term, batch, micro=5)
+
+
+def test_several_windows_of_data_of_its_own():
+    def step(model, batch):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            regression(model, (torch.randn(4, 5), torch.randn(4, 2))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = verify(nn.Linear(5, 2), regression, (torch.randn(12, 5), torch.randn(12, 2)), step=step)
+    assert (report.verdict, report.windows) == ("unknown", ())
+    assert str(report).startswith("UNKNOWN: no gradient was compared: step that does not use the batch\n")
+    assert "micro-batches" not in str(report)
+    assert str(
+        dataclasses.replace(
+            report, windows=(WindowReport(samples=4, micro_batches=1, relative_error=math.inf, factor=math.inf),)
+        )
+    ).startswith("UNKNOWN: the error is infinite or NaN")
 
 
 # ------------------------------------------------------------------------------------------- calls that cannot work

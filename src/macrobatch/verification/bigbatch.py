@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from macrobatch._border.arguments import checked_items, checked_loss, checked_terms
@@ -21,7 +20,7 @@ from macrobatch._cut.plans import Part
 from macrobatch._cut.samples import Collate, Samples, samples_of
 from macrobatch._cut.trees import map_tensors
 from macrobatch._loss.weighing import items_read
-from macrobatch._ranks.collectives import Group, local_tensor
+from macrobatch._ranks.collectives import local_tensor
 from macrobatch._torch import fsdp2
 from macrobatch._torch.autograd import backward_under_way
 from macrobatch._torch.draws import Drawing, RandomOperations
@@ -29,14 +28,13 @@ from macrobatch._torch.graph import reach_of
 from macrobatch._torch.loss_nodes import nodes_added_up
 from macrobatch._torch.modules import REPLICATED, run_eagerly, unwrapped
 from macrobatch._torch.snapshot import HostRandom, Snapshot
-from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradient
 from macrobatch.errors import BatchError, FitError, UsageError
 from macrobatch.types import Reduction
 from macrobatch.verification.draws import Draw, Repetition
-from macrobatch.verification.gradient import Gradient, NamedGradients, Ranks, as_dense, reduce_numbers
+from macrobatch.verification.gradient import Gradient, NamedGradients, Ranks, as_dense, is_finite, sum_over_ranks
 from macrobatch.verification.names import Names
 from macrobatch.verification.observation import Call, NamedTensors
-from macrobatch.verification.saved_state import SavedAttributes
+from macrobatch.verification.saved_state import SavedAttributes, copy_hooks, without_gradients, without_post_hooks
 from macrobatch.verification.step_watcher import calls_during, names_of_entries, temporary_hooks
 
 WHOLE = ""  # the name of a loss that has no terms
@@ -115,29 +113,28 @@ class BigBatch:
             self.samples: Samples | None = samples_of(batch, collate)
         except BatchError as error:
             self.samples, self.why_uncut = None, str(error)
+        if ranks.largest(float(self.samples is None)):
+            self.samples = None
 
     def copy(self) -> str | None:
         """Compute in float64 from now on. If that is impossible, return the reason."""
         if self.ranks.is_sharded:
             return "a sharded model cannot be copied"
+        problem, failed = None, "the model cannot be copied"
         try:
             twin = copy.deepcopy(self._trained_model).double()
             for parameter in twin.parameters():
                 parameter.data = _to_double(parameter.data)  # double() leaves complex parameters as they are
-        except Exception as error:
-            return f"the model cannot be copied ({_first_line(error)})"
-        twin.zero_grad()
-        _copy_hooks(self.names.parameters(), self.names.parameters_of(twin))
-        self._model, self.is_float64_copy = twin, True
-        problem = None
-        try:
+            twin.zero_grad()
+            copy_hooks(self.names.parameters(), self.names.parameters_of(twin))
+            self._model, self.is_float64_copy, failed = twin, True, "it does not run in float64"
             gradient = self._rank_gradient([Weighted(None, 1.0)])
             if all(part is None for part in gradient.values()):
                 problem = "loss_fn does not use the model that it is given"
-            elif not _is_finite(gradient) and self._trained_model_is_finite():
+            elif not is_finite(gradient) and self._trained_model_is_finite():
                 problem = "its gradient is not finite in float64"
         except Exception as error:
-            problem = f"it does not run in float64 ({_first_line(error)})"
+            problem = f"{failed} ({_first_line(error)})"
         if self.ranks.largest(float(problem is not None)):
             self._model, self.is_float64_copy = self._trained_model, False
             return problem or "it does not run in float64 on another rank"
@@ -145,7 +142,7 @@ class BigBatch:
 
     def _trained_model_is_finite(self) -> bool:
         with self.in_own_precision(None):
-            return _is_finite(self._rank_gradient([Weighted(None, 1.0)]))
+            return is_finite(self._rank_gradient([Weighted(None, 1.0)]))
 
     @contextlib.contextmanager
     def in_own_precision(self, autocast: torch.dtype | None) -> Iterator[None]:
@@ -181,6 +178,7 @@ class BigBatch:
         with RandomOperations(self._note_draw):
             self._entries = names_of_entries(lambda: self.gradient([Weighted(None, 0.0)]), self._model)
         self._host = None
+        self.draws_elsewhere = self.ranks.largest(float(self.draws_elsewhere)) > 0
         self.terms = self.ranks.broadcast(tuple(name for name in self._items[None] if name != WHOLE))
         if self.ranks.largest(len(self._last_foreign_leaves)):  # a loss may create some of them again in each call
             first = self._last_foreign_leaves
@@ -220,7 +218,7 @@ class BigBatch:
         """The weighted sum of the terms' gradients over all ranks."""
         found = self._rank_gradient(terms)
         if self.ranks.group is not None and not self.ranks.is_sharded:
-            found = _sum_over_ranks(found, self._parameters(), self.ranks.group)
+            found = sum_over_ranks(found, self._parameters(), self.ranks.group)
         return Gradient(found, self.ranks.group)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -233,7 +231,7 @@ class BigBatch:
         snapshot = Snapshot([self._model]), SavedAttributes(self._model, is_sharded=self.ranks.is_sharded)
         hooked = [] if self.ranks.is_sharded else list(parameters.values())
         unused = fsdp2.reducing_unused([self._model])  # other ranks may use what this one does not
-        with without_gradients(parameters.values()), _without_post_hooks(hooked), unused:
+        with without_gradients(parameters.values()), without_post_hooks(hooked), unused:
             try:
                 for samples, weight in self._pad_terms(terms):
                     with self._repeating(samples):
@@ -278,9 +276,8 @@ class BigBatch:
         """Whether the loss of the whole batch is another one than before."""
         with self.in_own_precision(None):
             self.gradient([Weighted(None, 0.0)])
-        return self.ranks.largest(float(not abs(self.loss - before) <= 1e-4 * abs(before))) > 0 and math.isfinite(
-            before
-        )
+        is_another = math.isfinite(before) and not abs(self.loss - before) <= 1e-4 * abs(before)
+        return self.ranks.largest(float(is_another)) > 0
 
     def _pad_terms(self, terms: Sequence[Weighted]) -> Sequence[Weighted]:
         """Pad the terms with weights of 0 if every backward communicates, so that all ranks have equally many."""
@@ -328,7 +325,7 @@ class BigBatch:
 
     def _drop_other_terms(self, losses: dict[str, Tensor]) -> None:
         """Let no gradient reach the other terms."""
-        if len(losses) != 1:
+        if WHOLE not in losses:
             return
         terms = nodes_added_up(losses[WHOLE])
         self._num_added = len(terms)
@@ -391,57 +388,15 @@ class BigBatch:
         own = {id(parameter) for parameter in self._model.parameters()}
         return [leaf for leaf in reach_of(loss).leaves if id(leaf) not in own]
 
-    @contextlib.contextmanager
-    def _autocasting(self) -> Iterator[None]:
+    def _autocasting(self) -> contextlib.AbstractContextManager[object]:
         if self._autocast is None:
-            yield
-            return
-        device = next(self._model.parameters()).device.type
-        with torch.autocast(device, dtype=self._autocast):
-            yield
-
-
-@contextlib.contextmanager
-def without_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Set ``.grad`` of these leaves to None inside the block, and restore it afterwards."""
-    saved = [(leaf, leaf.grad) for leaf in leaves]
-    for leaf, _ in saved:
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, gradient in saved:
-            leaf.grad = gradient
-
-
-@contextlib.contextmanager
-def _without_post_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Remove post-accumulate hooks inside the block: an optimizer may step in one."""
-    hooks = [hooks for p in parameters if (hooks := hooks_after_accumulation(p))]
-    saved = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, content in zip(hooks, saved, strict=True):
-            each.update(content)
-
-
-def _copy_hooks(own: dict[str, nn.Parameter], copied: dict[str, nn.Parameter]) -> None:
-    """Copy the gradient hooks of parameters to those of a copied model: deepcopy leaves them out."""
-    for name, parameter in own.items():
-        for hook in hooks_on_gradient(parameter).values() if parameter.requires_grad else ():
-            copied[name].register_hook(hook)  # type: ignore[no-untyped-call]
+            return contextlib.nullcontext()
+        return torch.autocast(next(self._model.parameters()).device.type, dtype=self._autocast)
 
 
 def _restore(snapshot: tuple[Snapshot, SavedAttributes]) -> None:
     for part in snapshot:
         part.restore()
-
-
-def _is_finite(gradient: NamedGradients) -> bool:
-    return all(part is None or bool(part.isfinite().all()) for part in gradient.values())
 
 
 def _to_double(tensor: Tensor) -> Tensor:
@@ -451,17 +406,3 @@ def _to_double(tensor: Tensor) -> Tensor:
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:160]
-
-
-def _sum_over_ranks(found: NamedGradients, parameters: dict[str, nn.Parameter], group: Group) -> NamedGradients:
-    """Sum gradients over the ranks. A gradient stays None if no rank has one."""
-    present = reduce_numbers([float(part is not None) for part in found.values()], group, dist.ReduceOp.SUM)
-    summed: NamedGradients = {}
-    for (name, part), ranks in zip(found.items(), present, strict=True):
-        if not ranks:
-            summed[name] = None
-            continue
-        total = as_dense(torch.zeros_like(parameters[name])) if part is None else part.clone()
-        dist.all_reduce(total, group=group)
-        summed[name] = total
-    return summed

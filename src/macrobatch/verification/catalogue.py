@@ -5,6 +5,7 @@ A finder calls ``cause(name, evidence)``. The name must be in the table, which h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from macrobatch.verification.report import Cause, Certainty
@@ -219,3 +220,11 @@ def doubtful_update(why: str) -> Cause:
     """The reason why an update by hand cannot be judged."""
     evidence = f"no torch optimizer steps, so the gradients were compared: {why}."
     return cause("weights changed by hand", evidence, certainty="unknown")
+
+
+def name_list(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def number_list(numbers: Sequence[float], form: str = "g") -> str:
+    return " ".join(f"{number:{form}}" for number in numbers[:8]) + (" ..." if len(numbers) > 8 else "")

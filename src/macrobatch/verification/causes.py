@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from macrobatch.verification.catalogue import EVERY_WINDOW, cause
+from macrobatch.verification.catalogue import EVERY_WINDOW, cause, name_list
 from macrobatch.verification.clipping import allow_clipping, hook_clipping_cause, scaled_clipping_cause
 from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.coupling import coupling_cause, rank_items_cause
@@ -103,7 +103,8 @@ def _measure_bounds(case: Case, notes: list[str]) -> None:
         return
     case.repeat_error = _scaling_error(case, wrong[0], 1.0)
     case.scaling_error = 0.0 if case.repeat_error else _scaling_error(case, wrong[0], 2.0)
-    if case.repeat_error or case.scaling_error:
+    is_random = case.unrepeatable and case.big.repetition is None  # other numbers are no rounding
+    if case.repeat_error or case.scaling_error or is_random:
         return
     for window in wrong:
         case.focus(window.observed)
@@ -132,18 +133,18 @@ def _windows_to_diagnose(wrong: list[Comparison]) -> list[Comparison]:
 def _add_notes(case: Case, notes: list[str]) -> None:
     observation = case.observation
     if observation.has_stepped and observation.unoptimized_names:
-        names = _name_list(observation.unoptimized_names)
+        names = name_list(observation.unoptimized_names)
         notes.append(f"no optimizer that stepped holds {names}: they were not compared")
     if observation.added_names:
-        names = _name_list(observation.added_names)
+        names = name_list(observation.added_names)
         notes.append(f"the step gave the model new parameters, {names}: they were not compared")
     if foreign := case.big.foreign_leaves:
         notes.append(f"the loss trains {len(foreign)} tensors outside of the model: they were not compared")
     if observation.partly_trainable_names:
-        names = _name_list(observation.partly_trainable_names)
+        names = name_list(observation.partly_trainable_names)
         notes.append(f"{names} learned in some micro-batches and were frozen in others")
     if observation.changed_batch_paths:
-        notes.append(f"the step changed the batch that it was given: {_name_list(observation.changed_batch_paths)}")
+        notes.append(f"the step changed the batch that it was given: {name_list(observation.changed_batch_paths)}")
     if observation.num_reevaluations:
         times = observation.num_reevaluations
         notes.append(f"an optimizer called its closure {times} times more: only the first call was compared")
@@ -176,7 +177,7 @@ def _replaced_parameter_cause(case: Case, _wrong: list[Comparison]) -> Cause | N
         return None
     return cause(
         "parameters that received nothing",
-        f"an optimizer holds the old {_name_list(case.observation.replaced_names)}, which the step replaced.",
+        f"an optimizer holds the old {name_list(case.observation.replaced_names)}, which the step replaced.",
         "Create the optimizer after any code that replaces parameters: `optimizer = AdamW(model.parameters())`.",
     )
 
@@ -203,18 +204,15 @@ def _nonfinite_reference_cause(case: Case, _wrong: list[Comparison]) -> Cause | 
     names = [name for name, size in case.expected_gradient(bad[0].samples).sizes().items() if not math.isfinite(size)]
     return cause(
         "not finite",
-        f"one big batch itself gives {_name_list(names)} an infinite or NaN gradient.",
+        f"one big batch itself gives {name_list(names)} an infinite or NaN gradient.",
         "Verify with weights and a batch for which the gradients of the whole batch are finite.",
         "unknown",
     )
 
 
 def _synchronisation_cause(case: Case, wrong: list[Comparison]) -> Cause | None:
-    ranks = case.big.ranks
-    if ranks.group is None or ranks.is_sharded:
-        return None
     for window in wrong:
-        apart = window.actual.spread() / (window.expected.largest or 1.0)
+        apart = case.spread(window)
         if apart > window.tolerance:
             return cause(
                 "gradients not synchronised",
@@ -231,7 +229,7 @@ def _missing_gradient_cause(case: Case, wrong: list[Comparison]) -> Cause | None
         if not missing:
             continue
         most = max(right[name] for name in missing)
-        evidence = f"{_name_list(missing)} got no gradient; one big batch gives up to {most:.2g} there."
+        evidence = f"{name_list(missing)} got no gradient; one big batch gives up to {most:.2g} there."
         if len(missing) < len([name for name, size in right.items() if size > relevant]):
             raw, others = Gradient(window.observed.raw), window.observed.names.difference(missing)
             close = window.bound * window.scale
@@ -251,7 +249,7 @@ def _nonfinite_cause(_case: Case, wrong: list[Comparison]) -> Cause | None:
     for window in wrong:
         if not math.isfinite(window.actual.largest) and math.isfinite(window.expected.largest):
             names = [name for name, size in window.actual.sizes().items() if not math.isfinite(size)]
-            return cause("not finite", f"{_name_list(names)} got an infinite or NaN gradient; one big batch has none.")
+            return cause("not finite", f"{name_list(names)} got an infinite or NaN gradient; one big batch has none.")
     return None
 
 
@@ -393,7 +391,3 @@ def _adds_to_old_gradients(case: Case) -> bool:
     )
     close = window.tolerance * window.actual.largest
     return after_others.distance(window.actual) > close and clean.distance(window.actual) <= close
-
-
-def _name_list(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

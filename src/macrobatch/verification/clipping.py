@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from macrobatch.verification.catalogue import CLIP_ONCE, cause
+from macrobatch.verification.catalogue import CLIP_ONCE, cause, number_list
 from macrobatch.verification.comparison import Case, Comparison
 from macrobatch.verification.gradient import Gradient
 from macrobatch.verification.report import Cause
@@ -175,37 +175,50 @@ def _is_clipped_in_parts(case: Case, window: Comparison, by: str) -> bool:
     """
     if not _has_shrunk(case, window, _gradient_norm(case, window.actual), by=window.tolerance):
         return False
-    twice, raw = _doubled(case, window), Gradient(window.observed.raw).only(window.observed.names)
+    twice, norms = _doubled(case, window), _norms_by_name(case, window.actual)
+    clipped = _clipped_parts(window, by, twice, window.expected.sizes(), norms)
+    if case.big.ranks.largest(float(clipped is None)) or clipped is None:
+        return False
+    names = set().union(*case.big.ranks.gather(set(clipped)))
+    if case.spread(window) > window.tolerance:  # only some ranks clip
+        return False
+    if not names or (twice is None and not _have_one_norm(case, window, [norms[name] for name in names])):
+        return False
+    expected = Gradient({**window.expected.parts, **clipped}, window.expected.group)
+    if window.actual.distance(expected) > window.tolerance * window.actual.largest:
+        return False
+    _expect(window, expected)
+    return True
+
+
+def _clipped_parts(
+    window: Comparison, by: str, twice: Gradient | None, sizes: dict[str, float], norms: dict[str, float]
+) -> dict[str, Tensor] | None:
+    """This rank's part of the expected gradients that were clipped, as clipped; None if something else was done."""
+    raw = Gradient(window.observed.raw).only(window.observed.names)
     # Where parameters or rows belong to single micro-batches, clipping each micro-batch looks the same at the end.
     was_right = raw.distance(window.expected, raw.fit(window.expected)) <= window.tolerance * raw.largest
     if _shrink_factors(window) or (raw.parts and not was_right) or (twice is None and by != PARTS[0]):
-        return False
-    parts, norms = dict(window.expected.parts), []
+        return None
+    clipped: dict[str, Tensor] = {}
     for name, part in window.expected.parts.items():
         own = window.actual.parts.get(name)
-        if part is None or own is None or window.expected.only({name}).largest <= window.tolerance * window.scale:
+        if part is None or own is None or sizes[name] <= window.tolerance * window.scale:
             continue
         factors = _factors(own, part, by)
         is_noise = part.abs().double() <= window.tolerance * window.scale
         is_clipped = (factors - 1).abs() > window.tolerance
         if (is_clipped & ~(factors > 0) & ~is_noise).any() or (is_clipped & (factors > 1) & ~is_noise).any():
-            return False
+            return None
         if twice is not None and is_clipped.any():
             second = twice.parts.get(name)
             again = factors if second is None else _factors(second, part, by)
-            close = max(1e-3, window.tolerance, 2e-6 / (_gradient_norm(case, window.actual.only({name})) or 1.0))
+            close = max(1e-3, window.tolerance, 2e-6 / (norms[name] or 1.0))
             if (is_clipped & ~is_noise & ((again / factors - 1).abs() >= close)).any():
-                return False
+                return None
         if is_clipped.any():
-            norms.append(_gradient_norm(case, window.actual.only({name})))
-            parts[name] = factors.where(is_clipped, 1.0) * part.double()
-    if not norms or (twice is None and not _have_one_norm(case, window, norms)):
-        return False
-    expected = Gradient(parts, window.expected.group)
-    if window.actual.distance(expected) > window.tolerance * window.actual.largest:
-        return False
-    _expect(window, expected)
-    return True
+            clipped[name] = factors.where(is_clipped, 1.0) * part.double()
+    return clipped
 
 
 PARTS = ("parameters", "rows", "columns")
@@ -285,8 +298,12 @@ def _expect(window: Comparison, gradient: Gradient) -> None:
 
 
 def _gradient_norm(case: Case, gradient: Gradient) -> float:
-    square = gradient.dot(gradient)
-    return math.sqrt(square if case.big.ranks.is_sharded else square / case.big.ranks.world_size)
+    return math.hypot(*_norms_by_name(case, gradient).values())
+
+
+def _norms_by_name(case: Case, gradient: Gradient) -> dict[str, float]:
+    copies = 1 if case.big.ranks.is_sharded else case.big.ranks.world_size
+    return {name: math.sqrt(square / copies) for name, square in gradient.squares().items()}
 
 
 # ---------------------------------------------------------------------------------------------- between micro-batches
@@ -304,17 +321,14 @@ def remaining_shares(window: Comparison) -> list[float] | None:
 
 def mid_window_cause(case: Case, window: Comparison) -> Cause | None:
     """The cause, if gradients shrank between the backwards of a window."""
-    factors = _shrink_factors(window)
-    if not case.big.ranks.largest(float(bool(factors))):
+    factors = next(filter(None, case.big.ranks.gather(_shrink_factors(window))), None)
+    if factors is None:
         return None
-    times = " ".join(f"{factor:.3g}" for factor in factors[:6]) + (" ..." if len(factors) > 6 else "")
     said = (
         f"gradients became smaller after {len(factors)} of the window's first {window.micro_batches - 1} backwards: "
-        f"{times} times what they were."
-        if factors
-        else "gradients became smaller between the backwards of a window, on another rank than the first."
+        f"{number_list(factors, '.3g')} times what they were."
     )
-    if factors and _is_division(factors):
+    if _is_division(factors):
         return cause("divided inside the window", f"{said} So each micro-batch counts less than the next one.")
     return cause("clip per micro-batch", f"{said} So the first micro-batches count less than the last.")
 

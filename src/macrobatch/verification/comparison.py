@@ -220,6 +220,12 @@ class Case:
 
     # ------------------------------------------------------------------------------------------ gradients
 
+    def spread(self, window: Comparison) -> float:
+        """How far the ranks' versions of a gradient are apart, relative to the largest gradient."""
+        if self.big.ranks.group is None or self.big.ranks.is_sharded:
+            return 0.0
+        return window.actual.spread() / (window.expected.largest or 1.0)
+
     def expected_gradient(self, samples: list[int] | None, times: float = 1.0) -> Gradient:
         """The gradient of `times` the loss of one big batch of these samples (None: all), on all ranks."""
         parts = [samples] if samples is None or samples else []

@@ -72,6 +72,11 @@ class Gradient:
         products = [_dot_product(part, other.parts.get(name)) for name, part in self.parts.items()]
         return reduce_numbers([sum(products)], self.group, dist.ReduceOp.SUM)[0]
 
+    def squares(self) -> dict[str, float]:
+        """The squared norm of each parameter's gradient."""
+        numbers = [_dot_product(part, part) for part in self.parts.values()]
+        return dict(zip(self.parts, reduce_numbers(numbers, self.group, dist.ReduceOp.SUM), strict=True))
+
     def fit(self, other: Gradient) -> float:
         """The factor that brings the other gradient closest to this one."""
         square = other.dot(other)
@@ -112,6 +117,24 @@ def reduce_numbers(numbers: list[float], group: Group, how: Any) -> list[float]:
         together = together.nan_to_num(nan=math.inf, posinf=math.inf)  # MAX may ignore NaN
     dist.all_reduce(together, how, group=group)
     return list(together.tolist())
+
+
+def sum_over_ranks(found: NamedGradients, parameters: dict[str, nn.Parameter], group: Group) -> NamedGradients:
+    """Sum gradients over the ranks. A gradient stays None if no rank has one."""
+    present = reduce_numbers([float(part is not None) for part in found.values()], group, dist.ReduceOp.SUM)
+    summed: NamedGradients = {}
+    for (name, part), ranks in zip(found.items(), present, strict=True):
+        if not ranks:
+            summed[name] = None
+            continue
+        total = as_dense(torch.zeros_like(parameters[name])) if part is None else part.clone()
+        dist.all_reduce(total, group=group)
+        summed[name] = total
+    return summed
+
+
+def is_finite(gradient: NamedGradients) -> bool:
+    return all(part is None or bool(part.isfinite().all()) for part in gradient.values())
 
 
 def _largest(part: Tensor | None) -> float:
@@ -189,6 +212,13 @@ class Ranks:
 
     def largest(self, number: float) -> float:
         return reduce_numbers([number], self.group, dist.ReduceOp.MAX if self.group is not None else None)[0]
+
+    def gather(self, answer: Any) -> list[Any]:
+        """The answers of all ranks, on all ranks."""
+        answers = [answer] * self.world_size
+        if self.group is not None:
+            dist.all_gather_object(answers, answer, group=self.group)
+        return answers
 
     def broadcast(self, answer: Any) -> Any:
         """The value of the first rank, on all ranks."""

@@ -222,6 +222,14 @@ def _num_trained_padding(case: Case) -> int:
     return 0
 
 
+def sequence_leaves_of_ranks(case: Case) -> Iterator[tuple[str, Tensor]]:
+    """The leaves that may hold labels or a mask. All ranks get the same paths: a rank that has less, empty leaves."""
+    own = {path: leaf for path, leaf in sequence_leaves(case) if leaf.dtype != torch.bool or "mask" in path}
+    count = 0 if case.big.samples is None else case.big.samples.count
+    for path in sorted(set().union(*case.big.ranks.gather(set(own)))):
+        yield path, own.get(path, torch.zeros(count, 0, dtype=torch.long))
+
+
 def sequence_leaves(case: Case) -> Iterator[tuple[str, Tensor]]:
     """The leaves of the batch with an integer or a bool for each position of each sample."""
     count = None if case.big.samples is None else case.big.samples.count

@@ -20,7 +20,7 @@ from macrobatch._border import arguments
 from macrobatch._checks.catalogue import turned_on
 from macrobatch._cut.fitting import checked_micro
 from macrobatch._cut.policies import ByCount, ByTokens
-from macrobatch._cut.samples import Collate, samples_of
+from macrobatch._cut.samples import Collate
 from macrobatch._ranks.select import common_wrapper, select_backend
 from macrobatch._torch.modules import is_compiled
 from macrobatch.errors import BatchError, MacrobatchError, UsageError
@@ -28,8 +28,10 @@ from macrobatch.macrostep import MacroStep
 from macrobatch.types import Counts, Joint, Reduction
 from macrobatch.verification.arguments import require_batch, require_valid_arguments
 from macrobatch.verification.bigbatch import BigBatch, LossFunction
+from macrobatch.verification.catalogue import name_list
 from macrobatch.verification.causes import explain
 from macrobatch.verification.comparison import Case, Comparison, Precision
+from macrobatch.verification.default_step import default_step
 from macrobatch.verification.gradient import Gradient, Ranks
 from macrobatch.verification.names import Names
 from macrobatch.verification.observation import Observation, ObservedWindow
@@ -155,6 +157,8 @@ def verify(
         big = BigBatch(model, reference, batch, ranks, collate, weighed)
         if not ranks.sum(1 if big.samples is None else big.samples.count):  # None: not a batch that can be cut
             raise UsageError("the batch has no samples, so there is nothing to verify.")
+        if step is None and (why := next(filter(None, ranks.gather(big.why_uncut)), None)) is not None:
+            raise BatchError(why)
         entries, first_loss = _entries_of(big, batch), big.loss
         saved_state.include_leaves(big.foreign_leaves)
         if not ranks.is_sharded:
@@ -163,30 +167,32 @@ def verify(
         run = functools.partial(watch, step_or_default, model, batch, saved_state, big.names, entries)
         run = functools.partial(run, has_draws=bool(big.draws) and not is_compiled(model))
         observation = run()
-        reruns = _run_again(run, model, observation) if step is not None else None
+        observation.agree(ranks)
+        reruns = _run_again(run, model, observation, ranks) if step is not None else None
         saved_state.restore_gradients()
         has_same_modes = all(module.training == training for module, training in observation.modes.items())
         _enter_modes(big.names, observation)
         case = compare(observation, reruns, big, weighed, divides_by_samples=step is None, expected_windows=windows)
         case.whole_loss = whole_loss
-        has_moved = saved_state.has_changed_outer and len(observation.windows) > 1
-        case.has_another_loss = lambda: has_moved or (has_same_modes and big.has_another_loss(first_loss))
+        has_moved = ranks.largest(float(saved_state.has_changed_outer and len(observation.windows) > 1)) > 0
+        can_compare = not ranks.largest(float(not has_same_modes))
+        case.has_another_loss = lambda: has_moved or (can_compare and big.has_another_loss(first_loss))
         case.run_doubled = functools.partial(_run_doubled, run, saved_state, big.names, observation)
         report: Report = ranks.broadcast(build_report(case, dropout.names))
     return report
 
 
 def _entries_of(big: BigBatch, batch: object) -> list[nn.Module]:
-    """The modules that the loss calls. If it fails for a list that cannot be cut, say that it may need `collate`."""
+    """The modules that the loss calls. If it fails for a batch that cannot be cut, say why it cannot."""
     try:
         return big.entries()
     except MacrobatchError:
         raise
     except Exception as error:
-        if big.why_uncut is None or not isinstance(batch, list):
+        if big.why_uncut is None:
             raise
-        message = f"loss_fn failed with the batch, which is a list ({type(error).__name__}: {error}). {big.why_uncut}"
-    raise BatchError(message)
+        what = f"which is a {type(batch).__name__} ({type(error).__name__}: {error}). It cannot be cut: {big.why_uncut}"
+        raise BatchError(f"loss_fn failed with the batch, {what}") from error
 
 
 # ---------------------------------------------------------------------------------------------- running the step
@@ -196,67 +202,16 @@ def _run_macro_step(train: MacroStep, _: nn.Module, batch: Any) -> None:
     train(batch)
 
 
-def default_step(
-    loss_fn: LossFunction,
-    micro: int | ByCount | ByTokens | None,
-    reduction: Reduction,
-    collate: Collate | None,
-    counts: Counts | None = None,
-    joint: Joint | None = None,
-) -> Step:
-    """A step that runs `MacroStep` with a learning rate of 0."""
-
-    def step(model: nn.Module, batch: Any) -> None:
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-        size = micro or uneven_size(samples_of(batch, collate).count)
-        options: Any = {"reduction": reduction, "collate": collate, "counts": counts, "joint": joint}
-        MacroStep(model, optimizer, _unrefused(loss_fn), micro=size, **options)(batch)
-
-    return step
-
-
-def _unrefused(loss_fn: LossFunction) -> LossFunction:
-    """The same function, but a loss that comes with items cannot be read: the report tells whether they are wrong."""
-
-    def unread(model: nn.Module, batch: Any) -> Any:
-        returned = loss_fn(model, batch)
-        if isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor):
-            return _Unread.apply(returned[0]), returned[1]  # type: ignore[no-untyped-call]
-        return returned
-
-    return unread
-
-
-class _Unread(torch.autograd.Function):
-    """The identity. No graph is read through it."""
-
-    @staticmethod
-    def forward(_: Any, loss: Tensor) -> Tensor:
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(_: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-def uneven_size(samples: int) -> int:
-    """A micro-batch size that cuts the samples into about three micro-batches, the last smaller than the others.
-
-    >>> [uneven_size(samples) for samples in (1, 2, 3, 8, 9, 64)]
-    [1, 1, 2, 3, 4, 22]
-    """
-    return 1 if samples < 3 else samples // 3 + 1
-
-
 def _run_again(
-    run: Callable[[], Observation], model: nn.Module, observation: Observation
+    run: Callable[[], Observation], model: nn.Module, observation: Observation, ranks: Ranks
 ) -> tuple[Observation, Observation] | None:
     """Run a step that left gradients behind twice more: first with other gradients in ``.grad``, then with none.
 
     The other gradients are scrambled: a step that adds to its own gradients and clips could give the same result. And
     they are as large as gradients are before they are divided or clipped: beside those, small ones would not show.
     """
-    if not observation.has_stepped or all(gradient is None for gradient in observation.final_gradients.values()):
+    has_left = any(gradient is not None for gradient in observation.final_gradients.values())
+    if not ranks.largest(float(observation.has_stepped and has_left)):
         return None
     before = max((window.norm_before_step for window in observation.windows), default=0.0)
     after = math.sqrt(sum(float(g.double().norm()) ** 2 for g in observation.final_gradients.values() if g is not None))
@@ -398,8 +353,7 @@ def build_report(case: Case, dropout_names: list[str]) -> Report:
     """The report of a case, with its causes and notes."""
     causes, notes = explain(case)
     if dropout_names:
-        shown = ", ".join(dropout_names[:3]) + (", ..." if len(dropout_names) > 3 else "")
-        notes.append(f"dropout was switched off for the comparison ({shown})")
+        notes.append(f"dropout was switched off for the comparison ({name_list(dropout_names)})")
     if case.precision.why_not:
         notes.append(f"compared without a float64 copy: {case.precision.why_not}")
     worst = max(case.windows, key=lambda window: window.error, default=None)

@@ -6,13 +6,14 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from macrobatch.verification.draws import Draw
-from macrobatch.verification.gradient import NamedGradients
+from macrobatch.verification.gradient import NamedGradients, Ranks
 from macrobatch.verification.readings import Reading
 
 
@@ -137,11 +138,11 @@ class ObservedWindow:
         final_norms: the norm of each parameter's gradient at the end of the last backward.
         norm_changes: how the norms changed between the backwards.
         num_repeated_steps: how often the optimizer stepped again without a backward in between.
-        raw: the gradients at the end of the last backward; empty if unknown.
-        readings: what the losses of its backwards say.
+        raw: the gradients at the end of the last backward; empty if unknown, as on several ranks.
+        readings: for each rank, what the losses of its backwards say; empty if some of them cannot be read.
         weights: the weights at its forwards, if code of the step had changed them by hand.
         has_mixed_weights: whether its forwards had different weights.
-        update: what code of the step subtracted from the weights by hand, which closed the window.
+        update: what code of the step subtracted from the weights by hand, which closed the window. None on ranks.
         is_cleared: whether ``.grad`` was cleared when that was noticed, so that `gradients` are `raw`.
         is_probe: whether the weights were set back before the next optimizer step.
     """
@@ -153,7 +154,7 @@ class ObservedWindow:
     norm_changes: list[NormChange] = field(default_factory=list)
     num_repeated_steps: int = 0
     raw: NamedGradients = field(default_factory=dict)
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[list[Reading]] = field(default_factory=list)
     weights: NamedTensors | None = None
     has_mixed_weights: bool = False
     update: NamedGradients | None = None
@@ -170,9 +171,14 @@ class ObservedWindow:
         return len({call.first_backward for call in self.calls})
 
 
+COMMON = ("num_foreign_steps", "has_foreign_gradients", "has_foreign_leftover", "num_dropped", "replaced_names")
+
+
 @dataclass(eq=False)
 class Observation:
     """All that was observed of one step.
+
+    Ranks observe different things, but must take the same path through the search for causes. So `agree` comes first.
 
     Attributes:
         has_stepped: whether an optimizer that holds a parameter of the model took a step.
@@ -213,12 +219,26 @@ class Observation:
     num_reevaluations: int = 0
     has_moved_weights: bool = False
 
+    def agree(self, ranks: Ranks) -> None:
+        """Replace what decides on the path by what all ranks have observed together."""
+        own = {name: getattr(self, name) for name in COMMON}
+        precision = self.autocast_dtype, self.lowest_dtype
+        every = ranks.gather((own, precision, self.trainable_names, [window.readings for window in self.windows]))
+        facts, precisions, trainable, readings = zip(*every, strict=True)
+        for name in COMMON:
+            setattr(self, name, max(other[name] for other in facts))
+        self.autocast_dtype = next((dtype for dtype, _ in precisions if dtype is not None), None)
+        self.lowest_dtype = min((dtype for _, dtype in precisions), key=lambda dtype: dtype.itemsize)
+        self.trainable_names = set().union(*trainable)
+        for window, found in zip(self.windows, zip(*readings, strict=False), strict=False):
+            window.readings = [own for each in found for own in each] if all(found) else []
+
     @property
     def modes(self) -> dict[nn.Module, bool]:
         """For each module, whether it was in training mode in the first call."""
         return self.calls[0].modes if self.calls else {}
 
-    @property
+    @cached_property
     def trainable_names(self) -> set[str]:
         """The parameters that required a gradient in any call."""
         return set().union(*(call.trainable_names for call in self.calls))
@@ -229,12 +249,12 @@ class Observation:
         calls = self.calls
         return sorted(name for name in self.trainable_names if any(name not in call.trainable_names for call in calls))
 
-    @property
+    @cached_property
     def autocast_dtype(self) -> torch.dtype | None:
         """The dtype of autocast in the first call that had it on."""
         return next((call.autocast_dtype for call in self.calls if call.autocast_dtype is not None), None)
 
-    @property
+    @cached_property
     def lowest_dtype(self) -> torch.dtype:
         """The dtype with the lowest precision in any call."""
         return min((call.lowest_dtype for call in self.calls), key=lambda dtype: dtype.itemsize, default=torch.float64)

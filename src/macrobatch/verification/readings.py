@@ -9,6 +9,7 @@ from torch import Tensor
 
 from macrobatch._loss.anatomy import Anatomy, anatomy_of
 from macrobatch._loss.reading import Part
+from macrobatch.verification.catalogue import number_list
 
 if TYPE_CHECKING:
     from macrobatch.verification.comparison import Comparison
@@ -50,29 +51,28 @@ def read(backward: int, losses: Sequence[Tensor], seeds: Sequence[Tensor | None]
 
 
 def unequal_means(window: Comparison) -> str | None:
-    """Evidence that every micro-batch weighs the same, but they have different numbers of items."""
-    found = _readings(window)
-    if len(found) < 2 or not _is_same([one.weight for one in found]) or _is_same([one.items for one in found]):
-        return None
-    counts = " ".join(f"{one.items:g}" for one in found[:8]) + (" ..." if len(found) > 8 else "")
-    return f"the losses of the window are means over {counts} items, and each of these means weighs the same."
+    """Evidence that every micro-batch, of a rank or of all, weighs the same, but they have different items."""
+    for found in [*window.observed.readings, _readings(window)]:
+        if len(found) < 2 or not _is_same([one.weight for one in found]) or _is_same([one.items for one in found]):
+            continue
+        counts = number_list([one.items for one in found])
+        return f"the losses of the window are means over {counts} items, and each of these means weighs the same."
+    return None
 
 
 def repeated_division(window: Comparison, factor: float) -> str | None:
     """Evidence that each loss is divided twice by one number, which explains the factor of the gradient."""
     found = _readings(window)
     for number in found[0].divisors if found else ():
-        if number <= 1 or any(one.divisors.count(number) < 2 for one in found):
-            continue
-        if abs(sum(one.weight for one in found) / factor - 1) < 1e-3:
+        if number > 1 and all(one.divisors.count(number) > 1 for one in found) and states(window, factor):
             return f"each loss is divided by {number:g} and again by {number:g}."
     return None
 
 
 def states(window: Comparison, factor: float) -> bool:
-    """Whether the losses themselves say that the gradient has this factor."""
-    found = _readings(window)
-    return bool(found) and bool(factor) and abs(sum(one.weight for one in found) / factor - 1) < 1e-3
+    """Whether the losses themselves say that the gradient, a mean over the ranks, has this factor."""
+    weight = sum(one.weight for one in _readings(window)) / (len(window.observed.readings) or 1)
+    return bool(weight) and bool(factor) and abs(weight / factor - 1) < 1e-3
 
 
 def counts_before_shift(window: Comparison) -> bool:
@@ -81,10 +81,8 @@ def counts_before_shift(window: Comparison) -> bool:
 
 
 def _readings(window: Comparison) -> list[Reading]:
-    """Those of a window of which every loss was read."""
-    backwards = {call.first_backward for call in window.observed.calls}
-    found = window.observed.readings
-    return found if backwards <= {one.backward for one in found} else []
+    """Those of all ranks."""
+    return [one for own in window.observed.readings for one in own]
 
 
 def _is_same(numbers: Sequence[float]) -> bool:

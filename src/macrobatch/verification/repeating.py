@@ -15,6 +15,7 @@ def repeat_draws(case: Case) -> None:
     if not big.draws or big.samples is None or big.ranks.world_size > 1:
         if big.draws and not case.unrepeatable:
             case.unrepeatable = "the batch has no samples that could be told apart, or there are several ranks"
+        case.unrepeatable = max(big.ranks.gather(case.unrepeatable))
         return
     try:
         parts = _parts(case, big.samples.count)

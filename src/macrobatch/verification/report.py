@@ -66,7 +66,8 @@ class Report:
     Attributes:
         verdict: "exact" if the step's gradients are those of one big batch, "wrong" if they are not, "unknown" if it
             could not be told; then the causes say why.
-        max_relative_error: the largest difference in any gradient, divided by the largest gradient of the model.
+        max_relative_error: the largest difference in any gradient, divided by the largest gradient of the model;
+            infinite if no gradient was compared.
         bound: the largest error that counts as rounding in this precision.
         reference: a text that says what the step was compared with.
         worst: the parameters with the largest errors, each with its ``name`` and ``error``.
@@ -111,6 +112,8 @@ class Report:
         is_small = self.verdict == "wrong" and self.max_relative_error <= self.bound
         verdict = self.verdict.upper() + ", though not by its size" * is_small
         error = f"error {self.max_relative_error:.2g} of the largest gradient, at most {self.bound:.2g} allowed"
+        if not math.isfinite(self.max_relative_error):
+            error = "the error is infinite or NaN" if self.windows else "no gradient was compared"
         found = "".join(f"{', ' if number else ': '}{cause.name}" for number, cause in enumerate(self.causes))
         lines = [f"{verdict}: {error}{found}", f"compared with {self.reference}"]
         if len(self.windows) > 1:
@@ -119,7 +122,7 @@ class Report:
             lines += ["", f"cause {number}: {cause.name} ({_SURE[cause.certainty]})"]
             for head, text in (("  found: ", cause.evidence), ("  cure:  ", cause.cure)):
                 lines += textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
-        if len(self.windows) > 1 or not self.ok:
+        if self.windows and (len(self.windows) > 1 or not self.ok):
             rows = [
                 (str(i), _or_unknown(w.samples), str(w.micro_batches), f"{w.relative_error:.2g}", f"x {w.factor:.4g}")
                 for i, w in enumerate(self.windows, start=1)

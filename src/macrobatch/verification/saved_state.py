@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from macrobatch._cut.trees import leaves
 from macrobatch._ranks.collectives import local_tensor
 from macrobatch._torch.modules import buffers_of, wrapper_of
 from macrobatch._torch.snapshot import Snapshot
+from macrobatch._torch.tensors import hooks_after_accumulation, hooks_on_gradient
 
 
 class SavedTensor(NamedTuple):
@@ -304,3 +306,37 @@ def _dropout_attributes(module: nn.Module) -> Iterable[str]:
         for name, value in vars(module).items()
         if isinstance(value, float) and 0 < value <= 1 and ("drop" in name.lower() or (drops and name in ("p", "prob")))
     ]
+
+
+@contextlib.contextmanager
+def without_gradients(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Set ``.grad`` of these leaves to None inside the block, and restore it afterwards."""
+    saved = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf, _ in saved:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in saved:
+            leaf.grad = gradient
+
+
+@contextlib.contextmanager
+def without_post_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Remove post-accumulate hooks inside the block: an optimizer may step in one."""
+    hooks = [hooks for p in parameters if (hooks := hooks_after_accumulation(p))]
+    saved = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, content in zip(hooks, saved, strict=True):
+            each.update(content)
+
+
+def copy_hooks(own: dict[str, nn.Parameter], copied: dict[str, nn.Parameter]) -> None:
+    """Copy the gradient hooks of parameters to those of a copied model: deepcopy leaves them out."""
+    for name, parameter in own.items():
+        for hook in hooks_on_gradient(parameter).values() if parameter.requires_grad else ():
+            copied[name].register_hook(hook)  # type: ignore[no-untyped-call]

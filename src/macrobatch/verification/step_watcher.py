@@ -312,6 +312,8 @@ class StepWatcher:
     def _new_window(self, begin: int, names: set[str], gradients: NamedGradients) -> ObservedWindow:
         calls = Call.with_backward(self.calls, begin)
         moves = sorted({call.moves_before for call in calls})
+        readings = [reading for backward, reading in self._readings.items() if backward >= begin]
+        is_read = {call.first_backward for call in calls} <= {reading.backward for reading in readings}
         return ObservedWindow(
             calls,
             gradients,
@@ -319,7 +321,7 @@ class StepWatcher:
             self._norms,
             [sizes for sizes in self._norm_changes if sizes.backward >= begin],
             raw={name: self._raw.get(name) for name in names} if self._raw else {},
-            readings=[reading for backward, reading in self._readings.items() if backward >= begin],
+            readings=[readings] if is_read else [],
             weights=self._moved_weights[moves[0]] if moves else None,
             has_mixed_weights=len(moves) > 1,
         )

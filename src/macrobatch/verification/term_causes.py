@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from macrobatch.verification.bigbatch import Weighted
+from macrobatch.verification.catalogue import number_list
 from macrobatch.verification.comparison import Case, Comparison, Hypothesis
 
 OWN_ITEMS = "Give each term its own items: {name: (loss, items)}, with counts= of MacroStep or Accumulator."
@@ -72,7 +73,7 @@ def _mistakes(case: Case, window: Comparison, parts: Sequence[Sequence[int]], na
         yield Mistake(
             "term divided by the micro-batch's own count",
             [1 / count] * len(parts),
-            f"is a mean of the micro-batches' means, but they have different numbers of its items: {_listed(own)}",
+            f"is a mean of the micro-batches' means, but they have different numbers of its items: {number_list(own)}",
         )
     for other in case.big.terms:
         if other == name:
@@ -86,7 +87,7 @@ def _mistakes(case: Case, window: Comparison, parts: Sequence[Sequence[int]], na
         yield Mistake(
             "one count for two terms",
             [n / totals[other] for n in others],
-            f"is weighted by the items of {other!r}, {_listed(others)}, instead of its own, {_listed(own)}",
+            f"is weighted by the items of {other!r}, {number_list(others)}, instead of its own, {number_list(own)}",
         )
     if ranks.world_size > 1:
         for factor, how in ((1 / ranks.world_size, "divided"), (ranks.world_size, "multiplied")):
@@ -96,7 +97,3 @@ def _mistakes(case: Case, window: Comparison, parts: Sequence[Sequence[int]], na
                 f"is {how} by the number of ranks, {ranks.world_size}, once too often",
                 ONCE,
             )
-
-
-def _listed(numbers: Sequence[float]) -> str:
-    return " ".join(f"{number:g}" for number in numbers[:8]) + (" ..." if len(numbers) > 8 else "")

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 from macrobatch._cut.padding import IGNORED
-from macrobatch.verification.catalogue import CAUSES, RETURN_ITEMS, cause, doubtful_update
+from macrobatch.verification.catalogue import CAUSES, RETURN_ITEMS, cause, doubtful_update, number_list
 from macrobatch.verification.clipping import is_clipped_in_another_direction, mid_window_cause, remaining_shares
 from macrobatch.verification.comparison import Case, Comparison, Hypothesis
 from macrobatch.verification.gradient import Gradient, projection
-from macrobatch.verification.label_causes import sequence_leaves
+from macrobatch.verification.label_causes import sequence_leaves_of_ranks
 from macrobatch.verification.readings import counts_before_shift, repeated_division, states, unequal_means
 from macrobatch.verification.report import Cause, Certainty
 from macrobatch.verification.term_causes import term_hypotheses
@@ -139,60 +139,51 @@ def _hypotheses(case: Case, window: Comparison) -> Iterator[Hypothesis]:
     assert parts is not None
     yield from _sample_hypotheses(case, window, parts)
     yield from term_hypotheses(case, window, parts)
-    held, count, items = window.observed.names, len(parts), case.big.items(parts)
+    count, items, samples = len(parts), case.big.items(parts), [float(len(part)) for part in parts]
+
+    def weighted(weights: Sequence[float]) -> Gradient:
+        return case.weighted_gradient(parts, weights).only(window.observed.names)
+
     if window.micro_batches > 1:
-        alike = case.weighted_gradient(parts, [1.0] * count).only(held)
         if (same := _same_count(case, items)) is not None:
             said = f"all micro-batches have {same:g} items by loss_fn, but the loss is not a mean over those."
-            yield Hypothesis("items that do not fit the loss", alike, said, RETURN_ITEMS)
+            yield Hypothesis("items that do not fit the loss", weighted([1.0] * count), said, RETURN_ITEMS)
         else:
-            yield Hypothesis(
-                "mean of means",
-                alike,
-                _inequality_evidence(case, window, parts, items),
-            )
+            said = _inequality_evidence(case, window, parts, items)
+            yield Hypothesis("mean of means", weighted([1.0] * count), said)
+        if -ranks.largest(-count) < window.micro_batches:  # on some rank
+            said = "every rank takes the mean of its micro-batches' means, and counts the same. But micro-batches have "
+            said += f"different numbers of items: {number_list(items)} on the first rank."
+            yield Hypothesis("mean of means", weighted([1 / (count or 1)] * count), said)
     if ranks.world_size > 1:
         yield Hypothesis(
             "mean of means",
-            case.weighted_gradient(parts, _equal_rank_weights(items)).only(held),
+            weighted([n / (sum(items) or 1.0) for n in items]),
             f"every rank counts the same, but ranks have different numbers of items: {sum(items):g} on the first.",
             "Divide by the items of all ranks, and multiply by the number of ranks, because the wrapper divides by it.",
         )
     for before, after in _label_counts(case, parts):
-        if not ranks.largest(len({n / len(part) for n, part in zip(before, parts, strict=True)}) - 1):
+        if ranks.largest(len({n / size for n, size in zip(before, samples, strict=True)})) < 2:
             continue  # equally many in every sample: the same as weighting by samples
-        right = case.weighted_gradient(parts, after).only(held)
-        if right.distance(window.expected) > window.tolerance * window.expected.largest:
+        if weighted(after).distance(window.expected) > window.tolerance * window.expected.largest:
             continue  # the loss is not a mean over the labels after the shift
-        yield Hypothesis(
-            "labels counted before the shift",
-            case.weighted_gradient(parts, before).only(held),
-            f"the micro-batches count as if they had {_number_list(before)} items, not {_number_list(after)}.",
-        )
+        said = f"the micro-batches count as if they had {number_list(before)} items, not {number_list(after)}."
+        yield Hypothesis("labels counted before the shift", weighted(before), said)
     yield from _padding_hypotheses(case, window, parts)
     if window.micro_batches > 1:
         counted = "items" if case.big.has_items else "samples"
-        yield Hypothesis(
-            "items that do not fit the loss",
-            case.weighted_gradient(parts, items).only(held),
-            f"micro-batches are weighted by {counted}, {_number_list(items)}, but the loss is not a mean over those.",
-            RETURN_ITEMS,
-        )
-        samples = [float(len(part)) for part in parts]
-        yield Hypothesis(
-            "items that do not fit the loss",
-            case.weighted_gradient(parts, samples).only(held),
-            f"micro-batches are weighted by samples, {_number_list(samples)}, but the loss is not a mean over those.",
-            CAUSES["mean of means"].cure,
-        )
+        for what, weights, cure in (
+            (counted, items, RETURN_ITEMS),
+            ("samples", samples, CAUSES["mean of means"].cure),
+        ):
+            said = (
+                f"micro-batches are weighted by {what}, {number_list(weights)}, but the loss is not a mean over those."
+            )
+            yield Hypothesis("items that do not fit the loss", weighted(weights), said, cure)
     yield from _clipping_hypotheses(case, window, parts, items)
     if count > 1 and ranks.world_size == 1:
-        yield Hypothesis(
-            "gradients cleared inside the window",
-            case.weighted_gradient(parts[-1:], [1.0]).only(held),
-            f"only the last of {count} micro-batches counts.",
-            allows_factor=False,
-        )
+        said, last = f"only the last of {count} micro-batches counts.", [0.0] * (count - 1) + [1.0]
+        yield Hypothesis("gradients cleared inside the window", weighted(last), said, allows_factor=False)
 
 
 def _padding_hypotheses(case: Case, window: Comparison, parts: list[list[int]]) -> Iterator[Hypothesis]:
@@ -206,7 +197,7 @@ def _padding_hypotheses(case: Case, window: Comparison, parts: list[list[int]]) 
     yield Hypothesis(
         "trained on padding",
         case.weighted_gradient(parts, positions).only(window.observed.names),
-        f"the micro-batches count as if they had {_number_list(positions)} items: all positions, padding included.",
+        f"the micro-batches count as if they had {number_list(positions)} items: all positions, padding included.",
     )
 
 
@@ -254,7 +245,7 @@ def _same_count(case: Case, items: list[float]) -> float | None:
 def _inequality_evidence(case: Case, window: Comparison, parts: list[list[int]], items: list[float]) -> str:
     said = f"all {len(parts)} micro-batches count the same, but "
     if case.big.has_items:
-        return said + f"they have different numbers of items: {_number_list(items)}."
+        return said + f"they have different numbers of items: {number_list(items)}."
     weights = _true_weights(case, window, parts)
     if weights is None or abs(sum(weights) - 1) > 1e-3:  # gradients of few parameters are not independent
         return said + "they have different numbers of items."
@@ -290,15 +281,9 @@ def _sample_hypotheses(case: Case, window: Comparison, parts: list[list[int]]) -
         )
 
 
-def _equal_rank_weights(items: list[float]) -> list[float]:
-    return [n / (sum(items) or 1.0) for n in items]
-
-
 def _label_counts(case: Case, parts: list[list[int]]) -> Iterator[tuple[list[float], list[float]]]:
     """For each leaf that may hold labels or a mask: the counts of all micro-batches before and after the shift."""
-    for path, leaf in sequence_leaves(case):
-        if leaf.dtype == torch.bool and "mask" not in path:
-            continue
+    for path, leaf in sequence_leaves_of_ranks(case):
         counts = leaf != 0 if "mask" in path else leaf != IGNORED
         before = [float(counts[part].sum()) for part in parts]
         after = [float(counts[part][:, 1:].sum()) for part in parts]
@@ -359,7 +344,7 @@ def _known_factors(case: Case, window: Comparison, factor: float) -> Iterator[Kn
 
 def _padding_factors(case: Case, window: Comparison) -> Iterator[KnownFactor]:
     """The factors of a step that counts all positions as items, or all but one per sample."""
-    if window.parts is None or not case.big.has_items:
+    if window.parts is None or not case.big.ranks.largest(float(case.big.has_items)):
         return
     own = sum(case.big.items(window.parts)), sum(map(len, window.parts)), sum(_positions(window))
     items, samples, positions = map(case.big.ranks.sum, own)
@@ -408,7 +393,3 @@ def leftover_cause(what: str, certainty: Certainty = "inferred") -> Cause:
     if certainty == "unknown":
         said += " In between, the step moved the weights itself: adversarial training adds both, and SAM must not."
     return cause("gradients left over", said, certainty=certainty)
-
-
-def _number_list(numbers: Sequence[float]) -> str:
-    return " ".join(f"{number:g}" for number in numbers[:8]) + (" ..." if len(numbers) > 8 else "")
