@@ -502,6 +502,22 @@ def test_reductions_know_sizes_and_dimensions():
             assert loss_nodes.is_along_samples(node) is is_first, (form, dim)
 
 
+@probes(
+    "SelectBackward0._saved_dim",
+    "SelectBackward0._saved_index",
+    "SliceBackward0._saved_dim",
+    "SliceBackward0._saved_start",
+    "SliceBackward0._saved_end",
+    "SliceBackward0._saved_step",
+)
+def test_slices_have_saved_their_place():
+    x = torch.ones(5, 4, requires_grad=True)
+    node = x[:, 2].grad_fn
+    assert (node._saved_dim, node._saved_index) == (1, 2)
+    node = x[1:4:2].grad_fn
+    assert (node._saved_dim, node._saved_start, node._saved_end, node._saved_step) == (0, 1, 4, 2)
+
+
 @probes("StackBackward0._saved_dim")
 def test_stacked_tensors_are_no_samples():
     x = torch.ones(2, 3, requires_grad=True)
