@@ -294,10 +294,12 @@ class Loop(Run):
     def plain_backward(self, event: str, batch: Batch) -> None:
         self.suspect = event
         self.reference.forward(batch)
-        self.loss(batch).backward()
-        batch.x.grad = None
-        for other in self.net.others:
-            other.zero_grad()
+        try:
+            self.loss(batch).backward()
+        finally:  # a check may raise inside of it
+            batch.x.grad = None
+            for other in self.net.others:
+                other.zero_grad()
 
     def overstep(self, events: list[str], batch: Batch) -> None:
         """Mistakes after step()."""
