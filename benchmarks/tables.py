@@ -333,15 +333,14 @@ def peers(results: Results) -> str:
 
 
 def report_card(results: Results) -> str:
-    """What `macrobatch audit` says of trainers and examples."""
-
-    def line(row: Any) -> list[str]:
+    """What `macrobatch audit` says of trainers and examples: one line for all programs of which it says the same."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for row in results("report_card")["rows"]:
         said = ", ".join(row["causes"]) or "; ".join(row["unseen"])
-        program = f"{row['library']} {row['version']}: {row['name']}"
-        return [program, row["configuration"], row["verdict"], number(row["factor"], ".4g"), said]
-
-    rows = results("report_card")["rows"]
-    return markdown(["program", "configuration", "verdict", "factor", "causes, or what was not seen"], map(line, rows))
+        found = row["configuration"], row["verdict"], number(row["factor"], ".4g"), said
+        names.setdefault((f"{row['library']} {row['version']}", *found), []).append(row["name"])
+    lines = [[f"{of}: {'; '.join(programs)}", *found] for (of, *found), programs in names.items()]
+    return markdown(["program", "configuration", "verdict", "factor", "causes, or what was not seen"], lines)
 
 
 BLOCKS: dict[str, Callable[[Results], str]] = {

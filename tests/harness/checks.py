@@ -29,15 +29,15 @@ def loss_fn(batch):
 HEAD = """\
 # Checks
 
-Macrobatch notices mistakes that would silently give a wrong gradient. This page is made from the classes in
-`src/macrobatch/_checks`, which also say what each check costs. A check never changes a gradient.
+Macrobatch notices mistakes that would silently give a wrong gradient. A check never changes a gradient. This page is
+made from the classes in `src/macrobatch/_checks`: the smallest wrong program, a part of the message, and the cost.
 
-`MACROBATCH_CHECKS=off` turns them off, to measure what they cost. It is read when an `Accumulator` or a `MacroStep` is
-made. Results and communication stay the same, and so do `nonfinite=` and the comparison of items
+To turn the checks off, for example to measure their cost, set `MACROBATCH_CHECKS=off` before you make an `Accumulator`
+or a `MacroStep`. Results and communication stay the same, and so do `nonfinite=` and the comparison of items
 with `counts=` and with what a loss says.
 `verify` always checks. Wrong arguments, and calls in the wrong order, are always errors.
 
-Each check has the smallest wrong program that shows it. Programs begin with these lines. Those for two ranks call
+Programs begin with these lines. Those for two ranks call
 `torch.distributed.init_process_group()` instead of making `acc`, and run under `torchrun`.
 
 """
@@ -55,7 +55,7 @@ def page() -> str:
         ranks = "" if check.num_ranks == 1 else f" It takes {check.num_ranks} ranks."
         parts.append(
             f"## {check.name[0].upper()}{check.name[1:]}\n\n{check.sentence}{ranks}\n\n"
-            f"{block(source_of(check))}\nIt says: *... {check.shows} ...*\n"
+            f"{block(source_of(check))}\nMessage: *{check.shows}*. Cost: {check.cost}.\n"
         )
     return "\n".join(parts)
 

@@ -20,13 +20,12 @@ RESULTS, PAGE = ROOT / "results" / "converted.json", ROOT / "docs" / "converted.
 HEAD = """\
 # Published programs, converted
 
-How the training steps of well-known public programs are converted, and how far each gradient is then from that of one
-big batch. Each program is reduced to what its step computes (the loss, the optimizer, clipping, what else moves), read
-in the file and the commit that the table names, and written anew on a tiny model in float64, with micro-batches of
-unequal sizes; no weights, data or code of these projects are used. The error is the largest difference of any gradient
-(of any weight, where a closure steps), divided by the largest gradient of the model. "Lines" counts the lines that
-change. The page is made by `tests/harness/converted.py`, which runs all of them; the test
-`tests/unit/test_converted.py` keeps each below 1e-12.
+This page shows how to convert the training steps of well-known programs, and how much each gradient then differs from
+that of one big batch. We wrote each step anew (the loss, the optimizer, clipping, what else moves) on a tiny model in
+float64, with micro-batches of unequal sizes, from the file and commit in the table, without weights, data or code of
+these projects. The error is the largest difference of any gradient (of any weight, if a closure steps), divided by the
+largest gradient of the model. "Lines" counts the lines that change. `tests/harness/converted.py` runs all programs and
+writes this page; a test keeps each error below 1e-12.
 
 | program | its step | what is changed | lines | error |
 |---|---|---|---|---|
@@ -34,20 +33,19 @@ change. The page is made by `tests/harness/converted.py`, which runs all of them
 TAIL = """
 What these programs need besides the loader, `backward` and `step`:
 
-- **Means over something else than samples**, divided by hand (MAE, LoRA, AWD-LSTM): `items=` of what they are divided
-  by. No graph shows that such a divisor is a count.
-- **A number for safety in the divisor**, such as LoRA's 0.0001, goes. With it, the gradient is off by about 0.0001
-  divided by the number of tokens of a micro-batch.
-- **Weights or buffers that a forward moves** (MoCo, DINO): the update goes behind the step, and uses what all
-  micro-batches of the window have added up ([recipe](recipes.md#momentum-encoders-queues-and-codebooks)).
+- **Means that the program divides by hand** (MAE, LoRA, AWD-LSTM): pass the divisor as `items=`. No graph shows that it
+  is a count.
+- **A small constant in the divisor**, such as LoRA's 0.0001: remove it. It changes the gradient by about 0.0001 divided
+  by the tokens of a micro-batch.
+- **Weights or buffers that a forward moves** (MoCo, DINO): update them after the step, with what all micro-batches of
+  the window have added up ([recipe](recipes.md#momentum-encoders-queues-and-codebooks)).
 - **Losses that compare samples** (OpenCLIP, SimCLR), or that are no mean over them (the Dice loss, the balance loss of
   experts): `MacroStep(..., joint=)` ([losses of the whole batch](contrastive.md)).
-- **Networks that step in turn** (DCGAN, SAC), each against the last after its step: a `MacroStep` for each
-  ([recipe](recipes.md#gan)).
+- **Networks that step in turn** (DCGAN, SAC): a `MacroStep` for each ([recipe](recipes.md#gan)).
 - **Gradients that are edited before the step** (DINO): an optimizer pre-hook, which sees the mean of the window.
 
-Batch normalisation, which many of them use, takes the statistics of each micro-batch, in any loop that accumulates. The
-reductions do without it.
+Many of these programs use batch normalisation, which takes the statistics of each micro-batch in any loop that
+accumulates. Our versions leave it out.
 """
 
 

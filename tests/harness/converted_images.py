@@ -48,7 +48,7 @@ def dice_loss(inter: Tensor, sizes: Tensor) -> Tensor:
 @program(
     "U-Net, segmentation",
     ("milesial/Pytorch-UNet", "21d7850", "train.py"),
-    "cross-entropy over pixels, and the Dice loss of all pixels of the batch",
+    "cross-entropy over pixels, and the Dice loss of the whole batch",
     "`joint=` with `Sum`",
     7,
 )
@@ -76,7 +76,7 @@ def unet() -> float:
 @program(
     "MAE",
     ("facebookresearch/mae", "efb2a80", "engine_pretrain.py"),
-    "squared error of normalised patches, over those that are masked",
+    "squared error of normalised patches, over masked ones",
     "and `items=mask.sum()`",
     4,
 )
@@ -152,7 +152,7 @@ def weights_of(number: Tensor) -> dict[str, Tensor]:
 @program(
     "DETR",
     ("facebookresearch/detr", "29901c5", "models/detr.py"),
-    "after matching, in each layer: box errors over all boxes, weighted cross-entropy over all queries; clipped",
+    "in each layer: box errors over all boxes, weighted cross-entropy over all queries; clipped",
     "a dict of terms and `counts=`; the all-reduce in the criterion goes",
     7,
 )
@@ -195,7 +195,7 @@ class Cells(nn.Module):
 @program(
     "YOLOv5",
     ("ultralytics/yolov5", "5081342", "utils/loss.py"),
-    "in each layer: means over its targets (boxes, classes), and over its cells; times the batch size; clipped",
+    "in each layer: means over targets (boxes, classes) and cells; times the batch size; clipped",
     "a dict of terms and `counts=`; `* bs` becomes the nominal size",
     8,
 )

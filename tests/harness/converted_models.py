@@ -38,7 +38,7 @@ class Towers(nn.Module):
 @program(
     "OpenCLIP",
     ("mlfoundations/open_clip", "89fb801", "src/open_clip_train/train.py"),
-    "contrastive loss of all pairs of the batch, with a learnt scale",
+    "contrastive loss of all pairs, with a learnt scale",
     "`MacroStep` with `joint=`; its cache of features goes",
     5,
 )
@@ -65,7 +65,7 @@ def nt_xent(a: Tensor, b: Tensor) -> Tensor:
 @program(
     "SimCLR",
     ("sthalles/SimCLR", "1848fc9", "simclr.py"),
-    "each view against all other views of the batch",
+    "each view against all others",
     "`MacroStep` with `joint=`",
     5,
 )
@@ -136,7 +136,7 @@ def following(
 @program(
     "MoCo",
     ("facebookresearch/moco", "132aea9", "moco/builder.py"),
-    "contrastive loss against a queue of a momentum encoder, which its forward moves",
+    "contrastive loss against a queue of a momentum encoder, both moved in the forward",
     "momentum and queue move after the step",
     6,
 )
@@ -155,7 +155,7 @@ def moco() -> float:
 @program(
     "DINO",
     ("facebookresearch/dino", "7c446df", "main_dino.py"),
-    "mean over pairs of crops of cross-entropies with a centred teacher; each parameter's gradient clipped",
+    "cross-entropies of pairs of crops with a centred teacher; each parameter's gradient clipped",
     "teacher and centre move after the step; the clipping is an optimizer pre-hook",
     8,
 )
@@ -188,7 +188,7 @@ def dino() -> float:
 @program(
     "Denoising diffusion",
     ("lucidrains/denoising-diffusion-pytorch", "faed4db", "denoising_diffusion_pytorch/denoising_diffusion_pytorch.py"),
-    "squared error of each sample, by a weight of its time; clipped",
+    "squared error, weighted by time; clipped",
     PLAIN,
     4,
 )
@@ -206,7 +206,7 @@ def ddpm() -> float:
 @program(
     "VAE",
     ("pytorch/examples", "77f55b9", "vae/main.py"),
-    "sums of reconstruction and divergence, never divided",
+    "undivided sums of reconstruction and divergence",
     '`reduction="total"`',
     3,
 )

@@ -31,7 +31,7 @@ from macrobatch import Encoded, MacroStep, Sum
 @program(
     "CleanRL, PPO",
     ("vwxyzjn/cleanrl", "fe8d8a0", "cleanrl/ppo.py"),
-    "means of clipped policy and value losses and of the entropy; advantages normalised over the minibatch",
+    "means of clipped policy and value losses and entropy; advantages normalised over the minibatch",
     "`MacroStep`; normalise before it",
     5,
 )
@@ -58,7 +58,7 @@ def ppo() -> float:
 @program(
     "CleanRL, SAC",
     ("vwxyzjn/cleanrl", "fe8d8a0", "cleanrl/sac_continuous_action.py"),
-    "two critics step, then an actor against them, then a temperature that is a bare tensor",
+    "two critics step, then an actor, then a temperature (a bare tensor)",
     "three `MacroStep`s, one after the other",
     9,
 )
@@ -98,7 +98,7 @@ def sac() -> float:
 @program(
     "REINFORCE",
     ("pytorch/examples", "77f55b9", "reinforcement_learning/reinforce.py"),
-    "a sum over the steps of an episode, by its normalised returns",
+    "a sum over the steps of an episode, weighted by normalised returns",
     '`reduction="total"`',
     3,
 )
@@ -116,8 +116,8 @@ def reinforce() -> float:
 @program(
     "Physics-informed network",
     ("jayroxis/PINNs", "fcc37d2", "Burgers Equation/Burgers Inference (PyTorch).ipynb"),
-    "means over collocation points (second derivatives) and over boundary points; LBFGS",
-    "in the closure: `MacroStep(model, None, ...)` for the collocation points, then `backward` of the others",
+    "means over collocation points (second derivatives) and boundary points; LBFGS",
+    "in the closure: `MacroStep(model, None, ...)` for the first mean, `backward` for the second",
     5,
 )
 def pinn() -> float:
@@ -154,7 +154,7 @@ def pinn() -> float:
 @program(
     "Graph attention, PPI",
     ("pyg-team/pytorch_geometric", "5c6461b", "examples/ppi.py"),
-    "binary cross-entropy over the nodes and labels of graphs of any size",
+    "binary cross-entropy over nodes and labels of graphs",
     "loader, `backward`, `step`",
     3,
 )
@@ -201,7 +201,7 @@ def balance(importance: Tensor, load: Tensor) -> Tensor:
 @program(
     "Mixture of experts",
     ("davidmrau/mixture-of-experts", "f662999", "moe.py"),
-    "cross-entropy, and a balance loss of what each expert gets of the whole batch",
+    "cross-entropy, and a balance loss of the whole batch",
     "`joint=` with `Sum`",
     7,
 )

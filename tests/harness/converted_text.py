@@ -120,7 +120,7 @@ class Recurrent(nn.Module):
 @program(
     "AWD-LSTM",
     ("salesforce/awd-lstm-lm", "1d466ec", "main.py"),
-    "a sum of entropies over its number of words, and means of squared activations and of their differences; clipped",
+    "cross-entropy over words, and means of squared activations and of their differences; clipped",
     "and `items=len(targets)`; each micro-batch keeps its columns' hidden state",
     5,
 )
@@ -140,7 +140,7 @@ def awd_lstm() -> float:
 @program(
     "DeepSpeech 2",
     ("SeanNaren/deepspeech.pytorch", "b88a631", "deepspeech_pytorch/model.py"),
-    "`ctc_loss`, a sum over utterances that nothing divides",
+    "`ctc_loss`, an undivided sum over utterances",
     '`reduction="total"`',
     3,
 )

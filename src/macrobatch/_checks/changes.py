@@ -30,7 +30,7 @@ class ChangedParameters(Check):
 
     name = "a parameter that changes inside a window"
     sentence = "A parameter is written or replaced inside a window, such as the momentum encoder of a forward."
-    cost = "per window, a copy of at most 4,096 values of each parameter, and a comparison"
+    cost = "a copy of at most 4,096 values of each parameter per window"
     shows = "changed inside window 1; its step was not taken"
     program = """
         momentum = nn.Linear(2, 1).requires_grad_(False)
@@ -135,7 +135,7 @@ class ChangedBuffers(Check):
 
     name = "a buffer that changes inside a window"
     sentence = "Forwards write to a floating-point buffer, such as a queue, which they may read (a warning)."
-    cost = "per window, until it has warned, a copy of at most 4,096 values of each such buffer, and a comparison"
+    cost = "a copy of at most 4,096 values of each such buffer per window, until it has warned"
     shows = "changes inside a window"
     program = """
         class Centred(nn.Linear):

@@ -49,10 +49,7 @@ class ChangedGradients(Check):
 
     name = "changed gradients"
     sentence = "Somebody else clips, clears, scales or adds to the gradients inside a window, while they are sums."
-    cost = (
-        "per micro-batch and window, a look at each gradient's identity and version (0.1 us a parameter); under FSDP "
-        "and tensor parallelism, also a norm of each"
-    )
+    cost = "0.1 us a parameter per micro-batch and window; under FSDP and tensor parallelism, also a norm of each"
     shows = "the gradients of the open window were changed"
     program = """
         for batch in acc.batches(loader):
@@ -155,7 +152,7 @@ class HooksThatChange(Check):
 
     name = "hooks that change gradients"
     sentence = "A hook of the program changes or clears a gradient after each addition, though it is a sum."
-    cost = "per window, a look at each parameter; per micro-batch, two hooks for each parameter that has others"
+    cost = "a look at each parameter per window; two hooks per micro-batch for each parameter with hooks"
     shows = "a hook that runs after each addition to the gradient"
     program = """
         model.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
@@ -218,7 +215,7 @@ class HooksOnSums(Check):
 
     name = "hooks that change sums"
     sentence = "A hook of the program changes the gradient of a micro-batch, which is one of a sum (a warning)."
-    cost = "per window, a look at each parameter; per micro-batch, two hooks for each parameter that has others"
+    cost = "a look at each parameter per window; two hooks per micro-batch for each parameter with hooks"
     shows = "changes its gradient in every micro-batch"
     program = """
         model.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
@@ -284,7 +281,7 @@ class NoParameter(Check):
 
     name = "a loss of another model"
     sentence = "The loss reaches no parameter of the given models."
-    cost = "per window, a look for a first gradient"
+    cost = "a look for one gradient per window"
     shows = "the loss reached no parameter of the given models"
     program = """
         other = nn.Linear(2, 1)

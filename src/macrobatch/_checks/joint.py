@@ -33,7 +33,7 @@ class PassesDiffer(Check):
 
     name = "passes that differ"
     sentence = "loss_fn computes other encodings in the second pass than in the first."
-    cost = "with joint=, per micro-batch, a comparison of its encodings on the device"
+    cost = "a comparison of all encodings on the device"
     shows = "were not the same in the two passes"
     program = """
         generator = torch.Generator()
@@ -80,7 +80,7 @@ class RanksDiffer(Check):
 
     name = "ranks that differ"
     sentence = "joint returns another loss on one rank than on the others."
-    cost = "with joint= on several ranks, per window, one number in the exchange"
+    cost = "one number in the exchange of each window"
     shows = "joint did not return the same loss on all ranks"
     num_ranks = 2
     program = """
@@ -121,7 +121,7 @@ class BatchNormStatistics(Check):
 
     name = "statistics of a micro-batch"
     sentence = "With joint=, a BatchNorm layer takes its statistics from micro-batches (a warning)."
-    cost = "with joint=, once, a look at all modules"
+    cost = "a look at all modules, once"
     shows = "a BatchNorm in training mode takes its statistics from each micro-batch"
     program = """
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

@@ -19,7 +19,7 @@ class Unsynchronised(Check):
 
     name = "an unsynchronised parameter"
     sentence = "Under DDP, the last micro-batch does not use a parameter that an earlier one used."
-    cost = "under DDP, per window, the graph of the last backward is compared with the parameters"
+    cost = "per window, a comparison of the last graph with the parameters"
     shows = "parameters have no part in this rank's last micro-batch of the window"
     num_ranks = 2
     program = """
@@ -78,7 +78,7 @@ class WrappedLater(Check):
 
     name = "a model wrapped later"
     sentence = "A model is wrapped, or torch.distributed initialized, after the Accumulator was made."
-    cost = "per window, a look at the type of each model"
+    cost = "a look at the type of each model per window"
     shows = "a model was wrapped, or torch.distributed initialized, after this Accumulator was made"
     program = """
         class Wrapped(nn.Linear):

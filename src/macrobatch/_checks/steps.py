@@ -64,7 +64,7 @@ class StepInside(Check):
 
     name = "a step inside a window"
     sentence = "The program steps the optimizer inside a window, with the undivided sum of a part of it."
-    cost = "per window, one hook of each optimizer"
+    cost = "a hook of each optimizer per window"
     shows = "SGD.step() was called inside the open window. Its gradients are undivided sums"
     program = """
         for batch in acc.batches(loader):
@@ -92,7 +92,7 @@ class OtherOptimizer(Check):
 
     name = "a forgotten optimizer"
     sentence = "An optimizer that was not given steps parameters of the given models."
-    cost = "per step of any optimizer of the process, a look at whether it was given"
+    cost = "a lookup per step of any optimizer of the process"
     shows = "by an optimizer that was not passed but holds parameters of it"
     program = """
         forgotten = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -165,7 +165,7 @@ class SchedulerTwice(Check):
 
     name = "a scheduler stepped twice"
     sentence = "The program steps a scheduler that it has also given, so that the schedule runs ahead (a warning)."
-    cost = "per window, a look at each scheduler"
+    cost = "a look at each scheduler per window"
     shows = "a scheduler that was passed is stepped by the program as well"
     program = """
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -221,7 +221,7 @@ class UnscaledInside(Check):
 
     name = "unscaled inside a window"
     sentence = "The program unscales or steps with the scaler inside a window."
-    cost = "with a scaler, per micro-batch and window, a look into it"
+    cost = "with a scaler, a look into it per micro-batch and window"
     shows = "scaler.unscale_() or scaler.step() was called inside the open window"
     program = """
         scaler = torch.amp.GradScaler("cpu")
@@ -252,7 +252,7 @@ class ScaledLoss(Check):
 
     name = "a loss scaled twice"
     sentence = "The program multiplies the loss by the scaler's scale itself."
-    cost = "with a scaler, per micro-batch, a look at the last node of the loss"
+    cost = "with a scaler, a look at the last node of each loss"
     shows = "the loss was multiplied by scaler.scale() already"
     program = """
         scaler = torch.amp.GradScaler("cpu")

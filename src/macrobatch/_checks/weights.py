@@ -36,7 +36,7 @@ class SampleWeights(Check):
 
     name = "weighed by samples"
     sentence = "A loss that cannot be read comes without items, and micro-batches differ in size or labels (a warning)."
-    cost = "without items, per micro-batch, its shapes and a count of its labels; once, a read of that"
+    cost = "without items, the shapes and a count of the labels of each micro-batch; one read from the device"
     shows = "loss_fn returned a loss without its items"
     program = """
         def loss_fn(model, batch):
@@ -162,7 +162,7 @@ class EqualWeights(Check):
 
     name = "equal weights"
     sentence = "Micro-batches of different sizes weigh the same: no items were given, or can be read (a warning)."
-    cost = "without items, per micro-batch, a look at the shapes of its tensors"
+    cost = "without items, a look at the shapes of each micro-batch"
     shows = "weigh the same, because backward() got no items"
     program = """
         for batch in acc.batches([torch.ones(4, 2), torch.ones(2, 2)]):
