@@ -93,6 +93,17 @@ def test_a_compiled_loss_is_unknown_unless_it_is_not_compiled(folder):
     assert audited(folder, "--windows", "2", "--no-compile", "train.py", "--compile").returncode == 0
 
 
+def test_a_program_that_changes_its_folder(folder):
+    (folder / "other").mkdir()
+    program = "import os, sys\nos.chdir('other')\nprint(sys.argv[0], __file__, open(__file__).read()[:6])\n"
+    (folder / "train.py").write_text(program + PROGRAM)
+    done = audited(folder, "--json", "found.json", "--html", "found.html", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"train.py {folder / 'train.py'} import")
+    assert (folder / "found.json").exists()
+    assert (folder / "found.html").exists()
+
+
 def test_wrong_arguments(folder):
     for arguments, said in ((["nothing.py"], "there is no program nothing.py"), ([], "needs a program")):
         done = audited(folder, *arguments)
