@@ -137,6 +137,15 @@ def test_backwards_that_reach_no_step_are_left_out_when_the_program_has_ended():
     assert "3 backwards after window 1 of SGD, the last one, reached no step" in str(report)
 
 
+def test_audits_inside_of_each_other():
+    with macrobatch.audit() as outer, macrobatch.audit() as inner:
+        PROGRAMS["equal_micro_batches"].run()
+        with macrobatch.audit() as last:
+            PROGRAMS["mean_of_means"].run()
+    assert [outer.causes, inner.causes, last.causes] == [["mean of means"]] * 3
+    assert len(outer.windows) == len(inner.windows) == len(last.windows) + 2
+
+
 def test_a_failed_backward_that_added_nothing_does_not_count():
     with macrobatch.audit() as report:
         model = audited.network()

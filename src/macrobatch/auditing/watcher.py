@@ -51,6 +51,7 @@ class Watcher:
         self._ledger = Ledger(self._leaves)
         self._optimizers: dict[int, tuple[str, int]] = {}  # their names, and how many windows they had
         self._stepping: list[int] = []
+        self._closers: list[Any] = []  # the hooks of a step that is under way
         self._has_stepped: set[int] = set()  # during a step of a scaler
         self._shards: dict[int, tuple[Tensor, Tensor]] = {}  # of `fully_shard`: gathered parameters, and their shards
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # losses and targets since the last step
@@ -74,6 +75,7 @@ class Watcher:
                     scheduler_step=self._around_scheduler_step,
                 )
             )
+            stack.callback(self._remove_closers)
             stack.enter_context(noting_losses(lambda: place(4)))
             stack.callback(register_optimizer_step_pre_hook(self._pre_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._post_step).remove)
@@ -259,6 +261,7 @@ class Watcher:
         if self._stepping:  # a step inside of a step, as of a parent class
             self._stepping.append(id(optimizer))
             return None
+        self._remove_closers()
         self._stepping.append(id(optimizer))
         self._has_stepped.add(id(optimizer))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -267,10 +270,9 @@ class Watcher:
 
             def close(*_: object) -> None:  # after the optimizer's own hooks, which may change gradients
                 if once and once.pop():
-                    handle.remove()
                     self._close(optimizer)
 
-            handle = optimizer.register_step_pre_hook(close)
+            self._closers.append(optimizer.register_step_pre_hook(close))
             return None
         evaluations = 0
 
@@ -290,9 +292,16 @@ class Watcher:
             return (args[0], watched_closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": watched_closure}
 
+    def _remove_closers(self) -> None:
+        """Remove the hooks of the last step: not in that hook itself, since others may come after it."""
+        while self._closers:
+            self._closers.pop().remove()
+
     def _post_step(self, *_: object) -> None:
         if self._stepping:
             self._stepping.pop()
+        if not self._stepping:
+            self._remove_closers()
         if not self._stepping and not self._num_closing and self._after_window is not None:
             self._after_window(len(self.windows))
 
