@@ -105,10 +105,41 @@ def test_a_program_that_changes_its_folder(folder):
 
 
 def test_wrong_arguments(folder):
-    for arguments, said in ((["nothing.py"], "there is no program nothing.py"), ([], "needs a program")):
+    for arguments, said in (
+        (["nothing.py"], "there is no program nothing.py"),
+        (["-m", "nothing"], "No module named nothing"),
+        ([], "needs a program"),
+        (["--windows", "-1", "train.py"], "0 or more"),
+    ):
         done = audited(folder, *arguments)
         assert done.returncode == 2
         assert said in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+CATCHES_ALL = """
+import sys, torch
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+caught = 0
+for _ in range(60):
+    try:
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    except:
+        caught += 1
+print("caught", caught)
+"""
+
+
+@pytest.mark.parametrize("last", ["", "sys.exit(3)", "raise ValueError('planted')"])
+def test_a_program_that_catches_everything_runs_on_unwatched(folder, last):
+    (folder / "train.py").write_text(CATCHES_ALL + last)
+    done = audited(folder, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "caught 1\n" in done.stdout
+    assert "exact: in 20 windows" in done.stdout
 
 
 TEST = """

@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import IO
@@ -42,6 +42,7 @@ def audit_program(
 
     def end(seen: int) -> None:
         if windows and seen >= windows:
+            watcher.stop()  # a program that catches everything runs on
             raise _EnoughError
 
     shared = None if json_file in (None, "-") else Path(json_file or "").parent
@@ -49,7 +50,7 @@ def audit_program(
     report = AuditReport(watcher)
     with _own_output(json_file == "-") as output:
         with watcher.watching():
-            failure = _run(program, watcher.finish, is_module=is_module)
+            failure = _run(program, watcher, is_module=is_module)
         if failure is not None:
             watcher.failures.append(f"{FAILED}: {failure}")
         is_first = _meet(watcher, meeting, report)
@@ -58,8 +59,8 @@ def audit_program(
     return STATUS[report.verdict] if is_first else 0
 
 
-def _run(program: Sequence[str], finish: Callable[[], None], *, is_module: bool) -> str | None:
-    """Run the program as Python would, and `finish` if it has ended by itself. Returns why it failed, or None."""
+def _run(program: Sequence[str], watcher: Watcher, *, is_module: bool) -> str | None:
+    """Run the program as Python would. Returns why it failed, or None; what came after enough windows is no failure."""
     before, main = (sys.argv, list(sys.path)), sys.modules["__main__"]
     try:
         if is_module:
@@ -73,18 +74,29 @@ def _run(program: Sequence[str], finish: Callable[[], None], *, is_module: bool)
     except _EnoughError:
         return None
     except SystemExit as left:
-        if left.code not in (None, 0):
+        if left.code not in (None, 0) and not watcher.has_stopped:
             return f"it ended with status {left.code}"
     except KeyboardInterrupt:
         return None  # the user has seen enough
     except BaseException as error:
+        if watcher.has_stopped:
+            return None
+        if _is_of_runpy(error):
+            raise UsageError(f"{error}. Name a module that can be run after -m, or a file.") from None
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"
     finally:
         sys.argv, sys.path[:] = before
         sys.modules["__main__"] = main
-    finish()
+    if not watcher.has_stopped:
+        watcher.finish()
     return None
+
+
+def _is_of_runpy(error: BaseException) -> bool:
+    """Whether there is no such module: `runpy` itself says that, not the program."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, ImportError) and frame.f_globals.get("__name__") == "runpy"
 
 
 def _run_file(file: Path) -> None:

@@ -44,7 +44,7 @@ class Watcher:
         self.windows: list[Window] = []
         self.failures: list[str] = []  # of the watcher itself
         self.num_backwards = 0
-        self.has_ended = False
+        self.has_ended = self.has_stopped = False
         self.world_size, self.rank = 1, 0
         self._after_window = after_window
         self._leaves = Leaves()
@@ -84,7 +84,7 @@ class Watcher:
             yield
 
     def finish(self) -> None:
-        """The program has ended by itself: what has reached no step so far will not."""
+        """The program has ended by itself, without `stop`: what has reached no step so far will not."""
         self.has_ended = True
         for optimizer, (name, number) in self._optimizers.items():
             windows = [window for window in self.windows if window.optimizer == name]
@@ -92,13 +92,21 @@ class Watcher:
             if number and places:
                 windows[-1].num_after = self._ledger.num_after(optimizer, places)
 
+    def stop(self) -> None:
+        """Look at nothing any more. It can be called inside of a hook."""
+        self.has_stopped = True
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.has_stopped or self._num_closing > 0
+
     def _looking(self) -> _Looking:
         return self._look
 
     # ------------------------------------------------------------------------------------------ backwards
 
     def _around_backward(self, run: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if self._look.depth or self._num_closing or backward_under_way() != -1 or torch.compiler.is_compiling():
+        if self._look.depth or self._is_idle or backward_under_way() != -1 or torch.compiler.is_compiling():
             return run(outputs, *args, **kwargs)
         seeds, _, creates_graph, inputs = args[:4]
         accumulates = kwargs.get("accumulate_grad", False)
@@ -219,6 +227,8 @@ class Watcher:
 
     def _end_close(self, engine: Any, micros: list[Micro]) -> None:
         self._num_closing -= 1
+        if self.has_stopped:
+            return
         with self._looking():
             self._notice_ranks()
             leaves = [p for p in engine.parameters.named().values() if p.requires_grad]
@@ -237,7 +247,7 @@ class Watcher:
     # ------------------------------------------------------------------------------------------ clipping, schedulers
 
     def _around_clip(self, kind: Kind, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._num_closing:
+        if self._is_idle:
             return run(*args, **kwargs)
         with self._looking():
             self._ledger.look()
@@ -247,7 +257,7 @@ class Watcher:
         return result
 
     def _around_scheduler_step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._num_closing:
+        if not self._is_idle:
             self._ledger.note_scheduler()
         return run(*args, **kwargs)
 
@@ -256,7 +266,7 @@ class Watcher:
     _has_closure = False
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if self._num_closing:
+        if self._is_idle:
             return None
         if self._stepping:  # a step inside of a step, as of a parent class
             self._stepping.append(id(optimizer))
@@ -302,7 +312,7 @@ class Watcher:
             self._stepping.pop()
         if not self._stepping:
             self._remove_closers()
-        if not self._stepping and not self._num_closing and self._after_window is not None:
+        if not self._stepping and not self._is_idle and self._after_window is not None:
             self._after_window(len(self.windows))
 
     def _around_scaler_step(
@@ -311,7 +321,7 @@ class Watcher:
         inner = getattr(optimizer, "optimizer", optimizer)  # libraries hand over their wrappers
         self._has_stepped.discard(id(inner))
         result = run(scaler, optimizer, *args, **kwargs)
-        if id(inner) not in self._has_stepped and isinstance(inner, Optimizer):
+        if not self._is_idle and id(inner) not in self._has_stepped and isinstance(inner, Optimizer):
             self._skip(inner)
         return result
 
