@@ -183,6 +183,8 @@ def _advice(unseen: list[str]) -> list[str]:
         found.append("macrobatch.verify, which compares the gradients of your step with those of one big batch")
     if "no optimizer step" in text:
         found.append("more --windows, or start the ranks of the program with torchrun ... -m macrobatch audit")
+    if "reentrant" in text:
+        found.append("checkpoint(..., use_reentrant=False)")
     if "ranks have told" in text:
         found.append("torchrun ... -m macrobatch audit on every rank, with a folder that all nodes share for --json")
     return found

@@ -35,6 +35,7 @@ from macrobatch.auditing.samples import Leaves, zeros
 
 MOST_FAILURES = 8
 MOST_SEEN = 1024
+UNSEEN_BACKWARD = "gradients that no backward was seen to add: of a model inside of reentrant checkpointing, or by hand"
 
 
 class Watcher:
@@ -334,13 +335,16 @@ class Watcher:
             self._seen.clear()
             parameters = _parameters(optimizer)
             numbers = self._leaves.known(parameters)
+            name, windows = self._optimizers.get(id(optimizer)) or (self._name_of(optimizer), 0)
             if not numbers:
+                if any(p.grad is not None for p in parameters):
+                    self._optimizers[id(optimizer)] = name, windows + 1
+                    self.windows.append(Window(optimizer=name, number=windows, problems=[UNSEEN_BACKWARD]))
                 return
             scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
             if overflow is not None and float(overflow):
                 self._skip(optimizer)
                 return
-            name, windows = self._optimizers.get(id(optimizer)) or (self._name_of(optimizer), 0)
             rounding = max(torch.finfo(p.dtype).eps for p in parameters)
             window = self._ledger.close(id(optimizer), name, windows, numbers, rounding)
             if not (window.micros or window.left_out or window.problems or window.is_repeated):
