@@ -137,6 +137,33 @@ def test_backwards_that_reach_no_step_are_left_out_when_the_program_has_ended():
     assert "3 backwards after window 1 of SGD, the last one, reached no step" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("factor", "cause", "evidence"),
+    [
+        (2.0, "not divided", "sums over 9 items are added up, and divided by nothing"),
+        (1 / 8, "items that do not fit the loss", "a sum over 9 items was divided by 8."),
+    ],
+)
+def test_what_a_sum_was_divided_by(factor, cause, evidence):
+    def by_hand(model, _):
+        for parameter in model.parameters():
+            parameter.grad *= factor
+
+    with macrobatch.audit() as report:
+        loss = torch.nn.CrossEntropyLoss(reduction="sum")
+        audited.simple([4, 3, 2], 3, lambda model, x, y: loss(model(x), y), before=by_hand)
+    assert report.causes == [cause]
+    assert evidence in str(report)
+
+
+def test_a_model_inside_of_reentrant_checkpointing():
+    with macrobatch.audit() as report:
+        PROGRAMS["a_model_inside_of_reentrant_checkpointing"].run()
+    assert len(report.windows) == 2
+    assert "no backward was seen to add" in str(report)
+    assert "use_reentrant=False" in str(report)
+
+
 def test_audits_inside_of_each_other():
     with macrobatch.audit() as outer, macrobatch.audit() as inner:
         PROGRAMS["equal_micro_batches"].run()
