@@ -156,6 +156,14 @@ def test_what_a_sum_was_divided_by(factor, cause, evidence):
     assert evidence in str(report)
 
 
+def test_no_cure_by_the_library_for_a_constant_factor():
+    with macrobatch.audit() as report:
+        PROGRAMS["weighed_by_more_items_than_there_are"].run()
+    assert "by hand:" in str(report)
+    assert "with macrobatch:" not in str(report)
+    assert "Accumulator" not in report.to_html()
+
+
 def test_a_model_inside_of_reentrant_checkpointing():
     with macrobatch.audit() as report:
         PROGRAMS["a_model_inside_of_reentrant_checkpointing"].run()

@@ -76,6 +76,9 @@ def test_a_wrong_program_and_json_alone_on_standard_output(folder):
     assert "the program speaks" in done.stderr
     assert "the program has ended" not in done.stderr
     assert "train.py:20" in done.stderr, "the line of the backward"
+    assert "optimizer, steps=4)" in done.stderr
+    done = audited(folder, "--windows", "2", "train.py", "--steps", "2")
+    assert "optimizer, steps=2)" in done.stdout
 
 
 def test_a_program_that_fails_is_unknown(folder):
