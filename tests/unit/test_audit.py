@@ -206,7 +206,7 @@ def test_a_failed_backward_that_added_nothing_does_not_count():
         ("macrobatch.auditing.reading.terms_of", lambda *_: ((), None), "mean_of_means"),
         ("macrobatch.auditing.ledger.Ledger._find_mixed", lambda _: None, "the_gradient_of_a_generator_in_the_judge"),
         ("macrobatch.auditing.ledger._Reading._is_scaled", lambda _: False, "clipped_while_it_was_scaled"),
-        ("macrobatch.auditing.grouping._targets", lambda _: lambda _: "", "a_gan_in_a_loop"),
+        ("macrobatch.auditing.grouping._targets", lambda _: lambda _: "", "a_gan_with_noisy_labels"),
         ("macrobatch.auditing.grouping._compare_with_constants", lambda *_: True, "two_batches_in_two_lines"),
         ("macrobatch.auditing.grouping._may_be_routed", lambda _: False, "an_expert_for_each_micro_batch"),
         ("macrobatch.auditing.constants._has_once", lambda *_: False, "a_weight_and_a_share_are_multiplied"),
