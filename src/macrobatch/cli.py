@@ -227,7 +227,11 @@ def _count(text: str) -> int:
 
 
 def _count_or_none(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+    import argparse
+
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more: got {text}")
+    return int(text)
 
 
 def _not_negative(text: str) -> float:

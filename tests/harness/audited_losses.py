@@ -32,6 +32,20 @@ def a_gan_in_a_loop() -> None:
 
 
 @unknown
+def a_gan_of_least_squares_in_a_loop() -> None:
+    maker, judge, for_maker, for_judge = adversaries()
+    for x, _ in batches([4] * 4 + [1] * 4):
+        made = maker(torch.randn(3, WIDTH))
+        for_judge.zero_grad()
+        for seen, wanted in ((x, 1.0), (made.detach(), 0.0)):
+            (judge(seen) - wanted).square().mean().backward()
+        for_judge.step()
+        for_maker.zero_grad()
+        (judge(made) - 1).square().mean().backward()
+        for_maker.step()
+
+
+@unknown
 def a_gan_with_noisy_labels() -> None:
     maker, judge, _, for_judge = adversaries()
     for x, _ in batches(EQUAL):

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from harness.audited import CLASSES, EQUAL, batches, cross_entropy, network, sgd, simple, step, unknown, windows
+from harness.audited import CLASSES, EQUAL, batches, cross_entropy, network, right, sgd, simple, step, unknown, windows
 
 
 @unknown
@@ -112,3 +113,23 @@ def sharpness_aware() -> None:
             for p, way in zip(model.parameters(), moved, strict=True):
                 p.sub_(way)
         optimizer.step()
+
+
+def checkpointed(use_reentrant: bool) -> None:
+    model = network()
+    optimizer = sgd(model)
+    for window in windows(EQUAL, 4):
+        for x, y in window:
+            out = checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant)
+            (F.cross_entropy(out, y) / 4).backward()
+        step(optimizer)
+
+
+@unknown
+def a_model_inside_of_reentrant_checkpointing() -> None:
+    checkpointed(use_reentrant=True)
+
+
+@right
+def a_model_inside_of_checkpointing() -> None:
+    checkpointed(use_reentrant=False)

@@ -137,6 +137,50 @@ def test_backwards_that_reach_no_step_are_left_out_when_the_program_has_ended():
     assert "3 backwards after window 1 of SGD, the last one, reached no step" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("factor", "cause", "evidence"),
+    [
+        (2.0, "not divided", "sums over 9 items are added up, and divided by nothing"),
+        (1 / 8, "items that do not fit the loss", "a sum over 9 items was divided by 8."),
+    ],
+)
+def test_what_a_sum_was_divided_by(factor, cause, evidence):
+    def by_hand(model, _):
+        for parameter in model.parameters():
+            parameter.grad *= factor
+
+    with macrobatch.audit() as report:
+        loss = torch.nn.CrossEntropyLoss(reduction="sum")
+        audited.simple([4, 3, 2], 3, lambda model, x, y: loss(model(x), y), before=by_hand)
+    assert report.causes == [cause]
+    assert evidence in str(report)
+
+
+def test_no_cure_by_the_library_for_a_constant_factor():
+    with macrobatch.audit() as report:
+        PROGRAMS["weighed_by_more_items_than_there_are"].run()
+    assert "by hand:" in str(report)
+    assert "with macrobatch:" not in str(report)
+    assert "Accumulator" not in report.to_html()
+
+
+def test_a_model_inside_of_reentrant_checkpointing():
+    with macrobatch.audit() as report:
+        PROGRAMS["a_model_inside_of_reentrant_checkpointing"].run()
+    assert len(report.windows) == 2
+    assert "no backward was seen to add" in str(report)
+    assert "use_reentrant=False" in str(report)
+
+
+def test_audits_inside_of_each_other():
+    with macrobatch.audit() as outer, macrobatch.audit() as inner:
+        PROGRAMS["equal_micro_batches"].run()
+        with macrobatch.audit() as last:
+            PROGRAMS["mean_of_means"].run()
+    assert [outer.causes, inner.causes, last.causes] == [["mean of means"]] * 3
+    assert len(outer.windows) == len(inner.windows) == len(last.windows) + 2
+
+
 def test_a_failed_backward_that_added_nothing_does_not_count():
     with macrobatch.audit() as report:
         model = audited.network()
@@ -162,7 +206,7 @@ def test_a_failed_backward_that_added_nothing_does_not_count():
         ("macrobatch.auditing.reading.terms_of", lambda *_: ((), None), "mean_of_means"),
         ("macrobatch.auditing.ledger.Ledger._find_mixed", lambda _: None, "the_gradient_of_a_generator_in_the_judge"),
         ("macrobatch.auditing.ledger._Reading._is_scaled", lambda _: False, "clipped_while_it_was_scaled"),
-        ("macrobatch.auditing.grouping._targets", lambda _: lambda _: "", "a_gan_in_a_loop"),
+        ("macrobatch.auditing.grouping._targets", lambda _: lambda _: "", "a_gan_with_noisy_labels"),
         ("macrobatch.auditing.grouping._compare_with_constants", lambda *_: True, "two_batches_in_two_lines"),
         ("macrobatch.auditing.grouping._may_be_routed", lambda _: False, "an_expert_for_each_micro_batch"),
         ("macrobatch.auditing.constants._has_once", lambda *_: False, "a_weight_and_a_share_are_multiplied"),

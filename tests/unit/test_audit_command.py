@@ -76,6 +76,9 @@ def test_a_wrong_program_and_json_alone_on_standard_output(folder):
     assert "the program speaks" in done.stderr
     assert "the program has ended" not in done.stderr
     assert "train.py:20" in done.stderr, "the line of the backward"
+    assert "optimizer, steps=4)" in done.stderr
+    done = audited(folder, "--windows", "2", "train.py", "--steps", "2")
+    assert "optimizer, steps=2)" in done.stdout
 
 
 def test_a_program_that_fails_is_unknown(folder):
@@ -93,11 +96,53 @@ def test_a_compiled_loss_is_unknown_unless_it_is_not_compiled(folder):
     assert audited(folder, "--windows", "2", "--no-compile", "train.py", "--compile").returncode == 0
 
 
+def test_a_program_that_changes_its_folder(folder):
+    (folder / "other").mkdir()
+    program = "import os, sys\nos.chdir('other')\nprint(sys.argv[0], __file__, open(__file__).read()[:6])\n"
+    (folder / "train.py").write_text(program + PROGRAM)
+    done = audited(folder, "--json", "found.json", "--html", "found.html", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"train.py {folder / 'train.py'} import")
+    assert (folder / "found.json").exists()
+    assert (folder / "found.html").exists()
+
+
 def test_wrong_arguments(folder):
-    for arguments, said in ((["nothing.py"], "there is no program nothing.py"), ([], "needs a program")):
+    for arguments, said in (
+        (["nothing.py"], "there is no program nothing.py"),
+        (["-m", "nothing"], "No module named nothing"),
+        ([], "needs a program"),
+        (["--windows", "-1", "train.py"], "0 or more"),
+    ):
         done = audited(folder, *arguments)
         assert done.returncode == 2
         assert said in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+CATCHES_ALL = """
+import sys, torch
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+caught = 0
+for _ in range(60):
+    try:
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    except:
+        caught += 1
+print("caught", caught)
+"""
+
+
+@pytest.mark.parametrize("last", ["", "sys.exit(3)", "raise ValueError('planted')"])
+def test_a_program_that_catches_everything_runs_on_unwatched(folder, last):
+    (folder / "train.py").write_text(CATCHES_ALL + last)
+    done = audited(folder, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "caught 1\n" in done.stdout
+    assert "exact: in 20 windows" in done.stdout
 
 
 TEST = """

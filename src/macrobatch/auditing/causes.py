@@ -145,10 +145,13 @@ def _of_scale(term: TermWeights, scale: float, usual: int, world: int, where: st
         return "constant factor", f"{said}: that is the loss scale of the GradScaler. Step with scaler.step(optimizer)."
     if all(is_near(share.factor) for share in term.shares):
         return "constant factor", f"{said}: gradients were multiplied by that before the step."
+    divisors = divisors or [abs(term.own / s.part) for s in term.shares if s.part and term.shares[0].kind == "sum"]
+    if term.shares[0].kind == "sum" and max(divisors, default=1.0) <= world * (1 + NEAR):
+        return "not divided", f"{said}: sums over {term.num_items:g} items are added up, and divided by nothing."
     if term.shares[0].kind == "sum":
         return (
             "items that do not fit the loss",
             f"{said}: a sum over {term.num_items:g} items was divided by "
-            f"{', '.join(sorted({f'{divisor:g}' for divisor in divisors}))}. Were labels counted before the shift?",
+            f"{', '.join(sorted({f'{divisor:.4g}' for divisor in divisors}))}. Were labels counted before the shift?",
         )
     return "constant factor", f"{said}."

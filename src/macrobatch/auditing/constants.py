@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from macrobatch.auditing.weights import TOLERANCE, Share, TermWeights, Weighed
 
 
 def choose_constants(windows: list[Weighed], world: int) -> None:
     """Find the constant factors that belong to the loss, and weigh all terms without them."""
+    _join_drawn(windows)
     series: dict[str, list[TermWeights]] = defaultdict(list)
     for one in windows:
         for term in one.terms:
@@ -27,6 +29,14 @@ def choose_constants(windows: list[Weighed], world: int) -> None:
         counts = {max(term.micro_batches for term in terms)}
         references = [other for key, other in common.items() if key != name and other]
         if any(_fits(terms, one, tolerance) for one in _candidates(terms, own, references, counts, world)):
+            continue
+        if own is None and (separate := _separate(terms)) is not None and not _is_made_of(abs(separate), {1}, world):
+            if _is_made_of(abs(separate), counts, world):
+                said = (
+                    "is multiplied by {:.6g} besides the weights of micro-batches: a constant of the loss, or a mistake"
+                )
+                windows[0].unknown.append(f"{name} {said.format(separate)}")
+            _set_own(terms, separate)
             continue
         doubt = next((said for one, said in _doubtful(terms, counts, world) if _fits(terms, one, tolerance)), None)
         if doubt is not None or _are_plain_sums(terms, world):
@@ -79,6 +89,53 @@ def _candidates(
             yield own / reference / divisor
 
 
+def _separate(terms: list[TermWeights]) -> float | None:
+    """The constant of a loss in micro-batches that are weighed, as by their items; None if it is no such factor.
+
+    Of ``0.5 * loss * n / items`` it is 0.5: what is left of the factors of each micro-batch without those that differ.
+    """
+    _set_own(terms, 1.0)
+    own = _common([term.scale or math.nan for term in terms])
+    if own is None or not all(term.is_even(TOLERANCE) for term in terms):
+        return None
+    return own if all(_is_product(share.written / own, share.constants) for share in _shares(terms)) else None
+
+
+def _join_drawn(windows: list[Weighed]) -> None:
+    """Join terms over the same items whose factors differ between micro-batches, and add up to the same in each.
+
+    So are those of ``share * loss(a) + (1 - share) * loss(b)``, with a share that is drawn in each micro-batch.
+    """
+    kinds: dict[tuple[object, ...], list[list[TermWeights]]] = defaultdict(list)
+    for name in dict.fromkeys(term.name for one in windows for term in one.terms):
+        terms = [term for one in windows for term in one.terms if term.name == name]
+        if _common([share.constant for share in _shares(terms)]) is None:
+            key = [(s.rank, s.place, s.kind, s.count, s.divisors, s.factor) for s in _shares(terms)]
+            kinds[len(terms), *key].append(terms)
+    for series in kinds.values():
+        if len(series) < 2:
+            continue
+        name = " and ".join(terms[0].name for terms in series)
+        joined = [
+            TermWeights(name=name, shares=[_sum_of(shares) for shares in zip(*(t.shares for t in terms), strict=True)])
+            for terms in zip(*series, strict=True)
+        ]
+        if _common([share.constant for share in _shares(joined)]) is None and not _fits(joined, 1.0, TOLERANCE):
+            continue
+        gone = {id(terms[window]): joined[window] for terms in series for window in range(len(joined))}
+        for one in windows:
+            one.terms = list({id(new): new for term in one.terms for new in [gone.get(id(term), term)]}.values())
+
+
+def _sum_of(shares: Iterable[Share]) -> Share:
+    first, *rest = shares
+    return replace(
+        first,
+        multiplier=math.fsum([first.multiplier, *(share.multiplier for share in rest)]),
+        written=math.fsum([first.written, *(share.written for share in rest)]),
+    )
+
+
 def _features(shares: list[Share]) -> float | None:
     """The elements of each sample, if a sum over all elements is divided by the size of its first dimension."""
     if all(share.kind == "sum" and share.count and share.samples in share.divisors for share in shares):
@@ -106,11 +163,16 @@ def _beside_division(shares: list[Share], counts: set[int]) -> float | None:
 
 def _has_once(share: Share, number: float) -> bool:
     """Whether the constants of a term have this number among them, once. Those of other terms are not counted."""
-    others = [abs(one) for one in share.constants if not math.isclose(abs(one), number, rel_tol=1e-5)]
-    rest = abs(share.written) / number
-    subsets = (itertools.combinations(others, size) for size in range(min(len(others), 6) + 1))
-    return len(others) < len(share.constants) and any(
-        math.isclose(math.prod(subset), rest, rel_tol=1e-5) for subset in itertools.chain(*subsets)
+    others = [one for one in share.constants if not math.isclose(abs(one), number, rel_tol=1e-5)]
+    return len(others) < len(share.constants) and _is_product(share.written / number, others)
+
+
+def _is_product(number: float, constants: Sequence[float]) -> bool:
+    """Whether a number is a product of some of these constants, up to its sign."""
+    found = [abs(one) for one in constants]
+    subsets = (itertools.combinations(found, size) for size in range(min(len(found), 6) + 1))
+    return any(
+        math.isclose(math.prod(subset), abs(number), rel_tol=1e-5) for subset in itertools.chain.from_iterable(subsets)
     )
 
 
@@ -153,7 +215,7 @@ def _own_by_window(series: dict[str, list[TermWeights]], terms: list[TermWeights
     """The constants of a term that change from window to window, as that of a penalty that grows; None if none do."""
     found = []
     for term in terms:
-        own = _common([share.constant for share in term.shares])
+        own = _common([share.constant for share in term.shares]) or _separate([term])
         if own is None or _is_made_of(abs(own), {term.micro_batches}, world):
             return None
         found.append(own)

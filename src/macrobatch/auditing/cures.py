@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 _LIBRARY = """\
-acc = macrobatch.Accumulator(model, optimizer, steps=4)
+acc = macrobatch.Accumulator(model, optimizer, steps=STEPS)
 for batch in acc.batches(loader):
     acc.backward(loss_of(model, batch))   # a mean: what it is a mean over is read from it
     acc.step()"""
@@ -16,7 +16,7 @@ LIBRARIES = {  # by a module that the program has imported; those that use other
     ),
     "lightning.pytorch": (
         "from macrobatch.lightning import ExactStrategy\n"
-        "trainer = Trainer(strategy=ExactStrategy(steps=4))   # in place of: accumulate_grad_batches=4"
+        "trainer = Trainer(strategy=ExactStrategy(steps=STEPS))   # in place of: accumulate_grad_batches=STEPS"
     ),
     "accelerate": "from macrobatch.accelerate import Accelerator   # in place of: from accelerate import Accelerator",
 }
@@ -49,6 +49,12 @@ CURES = {
 }
 
 
-def library_cure(modules: Collection[str]) -> str:
-    """The lines of this library that replace the loop of a program, which has imported these modules."""
-    return next((code for name, code in LIBRARIES.items() if name in modules), _LIBRARY)
+def library_cure(modules: Collection[str], causes: Collection[str], steps: int) -> str:
+    """The lines of this library that replace the loop of a program, which has imported these modules.
+
+    `steps`: the micro-batches of its windows. Empty if the library cures none of its causes.
+    """
+    if set(causes) <= {"constant factor"}:
+        return ""
+    code = next((code for name, code in LIBRARIES.items() if name in modules), _LIBRARY)
+    return code.replace("STEPS", str(steps))

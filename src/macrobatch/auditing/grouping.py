@@ -37,6 +37,9 @@ def groupings(windows: Sequence[Sequence[Window]]) -> Iterator[tuple[Group, bool
         are_constants = _compare_with_constants(micros, by_graph)
         yield lambda micro: f"{by_graph(micro)} {_line(micro)}", are_constants, are_constants
     yield lambda micro: f"{by_graph(micro)} {_line(micro)} {by_target(micro)}", False, False
+    if not by_line and any(window.is_adversary for ranks in windows for window in ranks):
+        turns = {id(m): turn for ranks in windows for w in ranks for turn, m in enumerate((*w.left_out, *w.micros))}
+        yield lambda micro: f"{by_graph(micro)} {turns[id(micro)]}", False, False
 
 
 def _line(micro: Micro) -> str:

@@ -28,6 +28,7 @@ class Judgement:
     notes: list[str] = field(default_factory=list)
     windows: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)  # of backwards and losses
+    steps: int = 1  # the micro-batches of its longest window, on one rank
 
 
 def judge(ranks: Sequence[Sequence[Window]], unseen: Sequence[str] = (), *, world: int = 1) -> Judgement:
@@ -71,6 +72,7 @@ def judge(ranks: Sequence[Sequence[Window]], unseen: Sequence[str] = (), *, worl
         notes=list(dict.fromkeys(notes)),
         windows=[window for _, window in shown],
         places=_places(ranks),
+        steps=max((len(w.micros) + len(w.left_out) for w in ranks[0]), default=1) if ranks else 1,
     )
 
 

@@ -185,6 +185,7 @@ class Ledger:
         for entry in self._entries[max(begin, 0) :]:
             reading.read(entry)
         window = reading.window(optimizer, name, number)
+        window.is_adversary = any(factor == 0 and b.users - {optimizer} for b, factor, _ in reading.open)
         self._note_mixed(optimizer, window, [b for b, factor, _ in reading.open if factor != 0])
         if begin < 0 and self.has_lost:
             window.problems.append(f"more than {MOST_ENTRIES} backwards came before this step.")

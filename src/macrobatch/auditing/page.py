@@ -32,14 +32,14 @@ circle { fill: var(--dot); opacity: 0.7; }
 
 
 def page(found: Judgement, headline: str, library: str) -> str:
-    """The page. `headline`: the verdict in words; `library`: the lines of this library that would cure it."""
+    """The page. `headline`: the verdict in words; `library`: the lines of this library that cure it, or nothing."""
     escape = html.escape
     parts = [f'<h1 class="{found.verdict}">{found.verdict}</h1>', f"<p>{escape(headline)}</p>"]
     parts += [f'<p class="soft">{escape(place)}</p>' for place in found.places[:6]]
     parts += ["<h2>The weight of every item</h2>", _plot(found.windows)]
     for cause in found.causes:
         parts.append(f"<h2>{escape(cause.name)}</h2><p>{escape(cause.evidence)}</p><p>{escape(cause.cure)}</p>")
-    if found.causes:
+    if library:
         parts.append(f"<h2>With this library</h2><pre>{escape(library)}</pre>")
     if found.unseen:
         parts.append("<h2>What was not seen</h2><ul>")

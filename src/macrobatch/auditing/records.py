@@ -58,6 +58,7 @@ class Window:
     norm: float | None = None  # of its gradient after that
     has_left_over: bool = False  # whether gradients of an earlier window were in it
     is_repeated: bool = False  # whether no backward came since the last step
+    is_adversary: bool = False  # whether gradients for another optimizer were cleared, as those of a generator are
     scheduler_steps: int = 0  # between its backwards
     rounding: float = 0.0  # of the gradients' dtype
     exchanges: list[Exchange] = field(default_factory=list)

@@ -121,7 +121,7 @@ class AuditReport:
 
     def to_html(self) -> str:
         """The report as one page that opens offline, with a plot of the weight of every item."""
-        return page(self.judgement, _headline(self.judgement), library_cure(sys.modules))
+        return page(self.judgement, _headline(self.judgement), _library_cure(self.judgement))
 
     def __str__(self) -> str:
         return "\n".join(_lines(self.judgement))
@@ -149,13 +149,17 @@ def _lines(found: Judgement) -> list[str]:
         lines += ["", *_table(found.windows)]
     for number, cause in enumerate(found.causes, start=1):
         lines += ["", f"cause {number}: {cause.name}", f"  seen: {cause.evidence}", f"  by hand: {cause.cure}"]
-    if found.causes:
-        lines += ["  with macrobatch:", *("    " + line for line in library_cure(sys.modules).splitlines())]
+    if cure := _library_cure(found):
+        lines += ["  with macrobatch:", *("    " + line for line in cure.splitlines())]
     if found.unseen:
         lines += ["", "not seen:", *(f"  - {problem}" for problem in found.unseen[:8])]
         lines += [f"  try: {advice}" for advice in _advice(found.unseen)]
     lines += [f"note: {note}" for note in found.notes[:4]]
     return lines
+
+
+def _library_cure(found: Judgement) -> str:
+    return library_cure(sys.modules, [cause.name for cause in found.causes], found.steps)
 
 
 def _headline(found: Judgement) -> str:
@@ -183,6 +187,8 @@ def _advice(unseen: list[str]) -> list[str]:
         found.append("macrobatch.verify, which compares the gradients of your step with those of one big batch")
     if "no optimizer step" in text:
         found.append("more --windows, or start the ranks of the program with torchrun ... -m macrobatch audit")
+    if "reentrant" in text:
+        found.append("checkpoint(..., use_reentrant=False)")
     if "ranks have told" in text:
         found.append("torchrun ... -m macrobatch audit on every rank, with a folder that all nodes share for --json")
     return found

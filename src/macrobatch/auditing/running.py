@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import IO
 
 from macrobatch._io.files import replacing
@@ -31,20 +33,24 @@ def audit_program(
     """Run a program and write what was seen of it. Returns the exit status."""
     if not is_module and not Path(program[0]).is_file():
         raise UsageError(f"there is no program {program[0]}. Name a Python file, or a module after -m.")
+    if json_file not in (None, "-"):
+        json_file = str(Path(json_file or "").absolute())  # the program may change its folder
+    html_file = None if html_file is None else html_file.absolute()
     for file in (html_file, None if json_file in (None, "-") else Path(json_file or "")):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise UsageError(f"there is no folder {file.absolute().parent}. Name a file in an existing folder.")
+        if file is not None and not file.parent.is_dir():
+            raise UsageError(f"there is no folder {file.parent}. Name a file in an existing folder.")
 
     def end(seen: int) -> None:
         if windows and seen >= windows:
+            watcher.stop()  # a program that catches everything runs on
             raise _EnoughError
 
-    shared = None if json_file in (None, "-") else Path(json_file or "").absolute().parent
+    shared = None if json_file in (None, "-") else Path(json_file or "").parent
     watcher, meeting = Watcher(end), Meeting(shared if _has_several_nodes() else None)
     report = AuditReport(watcher)
     with _own_output(json_file == "-") as output:
         with watcher.watching():
-            failure = _run(program, watcher.finish, is_module=is_module)
+            failure = _run(program, watcher, is_module=is_module)
         if failure is not None:
             watcher.failures.append(f"{FAILED}: {failure}")
         is_first = _meet(watcher, meeting, report)
@@ -53,9 +59,9 @@ def audit_program(
     return STATUS[report.verdict] if is_first else 0
 
 
-def _run(program: Sequence[str], finish: Callable[[], None], *, is_module: bool) -> str | None:
-    """Run the program as Python would, and `finish` if it has ended by itself. Returns why it failed, or None."""
-    before = sys.argv, list(sys.path)
+def _run(program: Sequence[str], watcher: Watcher, *, is_module: bool) -> str | None:
+    """Run the program as Python would. Returns why it failed, or None; what came after enough windows is no failure."""
+    before, main = (sys.argv, list(sys.path)), sys.modules["__main__"]
     try:
         if is_module:
             sys.argv = list(program)
@@ -63,22 +69,42 @@ def _run(program: Sequence[str], finish: Callable[[], None], *, is_module: bool)
             runpy.run_module(program[0], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(program)
-            sys.path.insert(0, str(Path(program[0]).absolute().parent))
-            runpy.run_path(program[0], run_name="__main__")
+            sys.path.insert(0, str(Path(program[0]).resolve().parent))
+            _run_file(Path(program[0]).absolute())
     except _EnoughError:
         return None
     except SystemExit as left:
-        if left.code not in (None, 0):
+        if left.code not in (None, 0) and not watcher.has_stopped:
             return f"it ended with status {left.code}"
     except KeyboardInterrupt:
         return None  # the user has seen enough
     except BaseException as error:
+        if watcher.has_stopped:
+            return None
+        if _is_of_runpy(error):
+            raise UsageError(f"{error}. Name a module that can be run after -m, or a file.") from None
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"
     finally:
         sys.argv, sys.path[:] = before
-    finish()
+        sys.modules["__main__"] = main
+    if not watcher.has_stopped:
+        watcher.finish()
     return None
+
+
+def _is_of_runpy(error: BaseException) -> bool:
+    """Whether there is no such module: `runpy` itself says that, not the program."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, ImportError) and frame.f_globals.get("__name__") == "runpy"
+
+
+def _run_file(file: Path) -> None:
+    """Run a file as Python does: ``__file__`` is absolute, and ``sys.argv[0]`` is what was given."""
+    code = compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    vars(main).update(__file__=str(file), __builtins__=builtins, __annotations__={}, __cached__=None)
+    exec(code, vars(main))
 
 
 def _has_several_nodes() -> bool:

@@ -35,6 +35,7 @@ from macrobatch.auditing.samples import Leaves, zeros
 
 MOST_FAILURES = 8
 MOST_SEEN = 1024
+UNSEEN_BACKWARD = "gradients that no backward was seen to add: of a model inside of reentrant checkpointing, or by hand"
 
 
 class Watcher:
@@ -44,13 +45,14 @@ class Watcher:
         self.windows: list[Window] = []
         self.failures: list[str] = []  # of the watcher itself
         self.num_backwards = 0
-        self.has_ended = False
+        self.has_ended = self.has_stopped = False
         self.world_size, self.rank = 1, 0
         self._after_window = after_window
         self._leaves = Leaves()
         self._ledger = Ledger(self._leaves)
         self._optimizers: dict[int, tuple[str, int]] = {}  # their names, and how many windows they had
         self._stepping: list[int] = []
+        self._closers: list[Any] = []  # the hooks of a step that is under way
         self._has_stepped: set[int] = set()  # during a step of a scaler
         self._shards: dict[int, tuple[Tensor, Tensor]] = {}  # of `fully_shard`: gathered parameters, and their shards
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # losses and targets since the last step
@@ -74,6 +76,7 @@ class Watcher:
                     scheduler_step=self._around_scheduler_step,
                 )
             )
+            stack.callback(self._remove_closers)
             stack.enter_context(noting_losses(lambda: place(4)))
             stack.callback(register_optimizer_step_pre_hook(self._pre_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._post_step).remove)
@@ -82,7 +85,7 @@ class Watcher:
             yield
 
     def finish(self) -> None:
-        """The program has ended by itself: what has reached no step so far will not."""
+        """The program has ended by itself, without `stop`: what has reached no step so far will not."""
         self.has_ended = True
         for optimizer, (name, number) in self._optimizers.items():
             windows = [window for window in self.windows if window.optimizer == name]
@@ -90,13 +93,21 @@ class Watcher:
             if number and places:
                 windows[-1].num_after = self._ledger.num_after(optimizer, places)
 
+    def stop(self) -> None:
+        """Look at nothing any more. It can be called inside of a hook."""
+        self.has_stopped = True
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.has_stopped or self._num_closing > 0
+
     def _looking(self) -> _Looking:
         return self._look
 
     # ------------------------------------------------------------------------------------------ backwards
 
     def _around_backward(self, run: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if self._look.depth or self._num_closing or backward_under_way() != -1 or torch.compiler.is_compiling():
+        if self._look.depth or self._is_idle or backward_under_way() != -1 or torch.compiler.is_compiling():
             return run(outputs, *args, **kwargs)
         seeds, _, creates_graph, inputs = args[:4]
         accumulates = kwargs.get("accumulate_grad", False)
@@ -217,6 +228,8 @@ class Watcher:
 
     def _end_close(self, engine: Any, micros: list[Micro]) -> None:
         self._num_closing -= 1
+        if self.has_stopped:
+            return
         with self._looking():
             self._notice_ranks()
             leaves = [p for p in engine.parameters.named().values() if p.requires_grad]
@@ -235,7 +248,7 @@ class Watcher:
     # ------------------------------------------------------------------------------------------ clipping, schedulers
 
     def _around_clip(self, kind: Kind, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._num_closing:
+        if self._is_idle:
             return run(*args, **kwargs)
         with self._looking():
             self._ledger.look()
@@ -245,7 +258,7 @@ class Watcher:
         return result
 
     def _around_scheduler_step(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._num_closing:
+        if not self._is_idle:
             self._ledger.note_scheduler()
         return run(*args, **kwargs)
 
@@ -254,11 +267,12 @@ class Watcher:
     _has_closure = False
 
     def _pre_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if self._num_closing:
+        if self._is_idle:
             return None
         if self._stepping:  # a step inside of a step, as of a parent class
             self._stepping.append(id(optimizer))
             return None
+        self._remove_closers()
         self._stepping.append(id(optimizer))
         self._has_stepped.add(id(optimizer))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -267,10 +281,9 @@ class Watcher:
 
             def close(*_: object) -> None:  # after the optimizer's own hooks, which may change gradients
                 if once and once.pop():
-                    handle.remove()
                     self._close(optimizer)
 
-            handle = optimizer.register_step_pre_hook(close)
+            self._closers.append(optimizer.register_step_pre_hook(close))
             return None
         evaluations = 0
 
@@ -290,10 +303,17 @@ class Watcher:
             return (args[0], watched_closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": watched_closure}
 
+    def _remove_closers(self) -> None:
+        """Remove the hooks of the last step: not in that hook itself, since others may come after it."""
+        while self._closers:
+            self._closers.pop().remove()
+
     def _post_step(self, *_: object) -> None:
         if self._stepping:
             self._stepping.pop()
-        if not self._stepping and not self._num_closing and self._after_window is not None:
+        if not self._stepping:
+            self._remove_closers()
+        if not self._stepping and not self._is_idle and self._after_window is not None:
             self._after_window(len(self.windows))
 
     def _around_scaler_step(
@@ -302,7 +322,7 @@ class Watcher:
         inner = getattr(optimizer, "optimizer", optimizer)  # libraries hand over their wrappers
         self._has_stepped.discard(id(inner))
         result = run(scaler, optimizer, *args, **kwargs)
-        if id(inner) not in self._has_stepped and isinstance(inner, Optimizer):
+        if not self._is_idle and id(inner) not in self._has_stepped and isinstance(inner, Optimizer):
             self._skip(inner)
         return result
 
@@ -315,13 +335,16 @@ class Watcher:
             self._seen.clear()
             parameters = _parameters(optimizer)
             numbers = self._leaves.known(parameters)
+            name, windows = self._optimizers.get(id(optimizer)) or (self._name_of(optimizer), 0)
             if not numbers:
+                if any(p.grad is not None for p in parameters):
+                    self._optimizers[id(optimizer)] = name, windows + 1
+                    self.windows.append(Window(optimizer=name, number=windows, problems=[UNSEEN_BACKWARD]))
                 return
             scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
             if overflow is not None and float(overflow):
                 self._skip(optimizer)
                 return
-            name, windows = self._optimizers.get(id(optimizer)) or (self._name_of(optimizer), 0)
             rounding = max(torch.finfo(p.dtype).eps for p in parameters)
             window = self._ledger.close(id(optimizer), name, windows, numbers, rounding)
             if not (window.micros or window.left_out or window.problems or window.is_repeated):

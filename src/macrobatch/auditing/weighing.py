@@ -111,6 +111,7 @@ def _share(term: Term, rank: int, micro: Micro, factor: float) -> Share:
         factor=factor,
         divisors=term.divisors,
         samples=term.samples,
+        is_regulariser=term.is_regulariser,
     )
 
 

@@ -29,6 +29,7 @@ class Share:
     factor: float  # what became of the gradient
     divisors: tuple[float, ...]
     samples: int | None  # the first dimension of what it adds up, if that is known
+    is_regulariser: bool = False  # the same in each micro-batch
 
     @property
     def constant(self) -> float:
@@ -76,6 +77,9 @@ class TermWeights:
         total = self.num_items
         weights = (None if (c := s.coefficient) is None else c * total / self.own for s in self.shares)
         self.weights = [None if w is None or math.isnan(w) else w for w in weights]
+        if all(share.is_regulariser for share in self.shares) and None not in self.weights:
+            mean = math.fsum(w for w in self.weights if w is not None) / max(len(self.weights), 1)
+            self.weights = [mean] * len(self.weights)  # only what they add up to matters
         known = [(w, s.count) for w, s in zip(self.weights, self.shares, strict=True) if w is not None and s.count]
         self.scale = sum(w * n for w, n in known) / total if total else None
 
