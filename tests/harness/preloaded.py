@@ -95,15 +95,22 @@ def become(question: dict[str, Any]) -> None:
     first, *rest = question["words"]
     if first == "-c":
         sys.path[0], sys.argv = "", ["-c", *rest[1:]]
-        main = type(sys)("__main__")
-        sys.modules["__main__"] = main
-        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+        run(rest[0], "<string>")
     elif first == "-m":
         sys.path[0], sys.argv = question["cwd"], rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[0], sys.argv = str(Path(first).resolve().parent), [first, *rest]
-        runpy.run_path(first, run_name="__main__")
+        run(Path(first).read_text(), first)
+
+
+def run(source: str, file: str) -> None:
+    """Run a program as the main module, which it stays: processes that it starts look for its classes there."""
+    main = type(sys)("__main__")
+    sys.modules["__main__"] = main
+    if Path(file).exists():
+        main.__file__ = file
+    exec(compile(source, file, "exec"), main.__dict__)
 
 
 if __name__ == "__main__":

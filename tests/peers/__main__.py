@@ -173,7 +173,8 @@ def _write(
     file: Path, suites: dict[str, Suite], checkouts: dict[str, Path], comparisons: dict[str, Comparison]
 ) -> None:
     report = json.loads(file.read_text()) if file.exists() else {"suites": {}}
-    report["what"] = "test suites of other libraries, with their class and with ours in its place"
+    what = "test suites of other libraries, with their class and with ours in its place"
+    report = {"what": what, "date": datetime.now(UTC).date().isoformat()} | report
     for name, found in comparisons.items():
         packages = ("macrobatch", "torch", suites[name].package.partition(".")[0])
         report["suites"][name] = {

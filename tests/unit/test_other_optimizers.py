@@ -159,6 +159,7 @@ def test_watching_all_optimizers_keeps_none_from_folding():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch imports
 def test_a_compiled_step_is_watched_too():
+    torch.compiler.reset()  # what was compiled before, for tensors of other dtypes
     model, body, head = make()
     other, *_, theirs = make()
     acc, before = Accumulator(model, body, steps=2), weights_of(other)

@@ -247,16 +247,15 @@ def test_a_division_by_steps_at_the_root(name):
     Window(WRONG_DIVISIONS[name], [7])
 
 
-def test_several_means_divided_by_steps_are_told():
-    def loss(model, batch):
-        return (mse(model, batch) + F.l1_loss(model.rows(batch), batch["wanted_rows"])) / 3
+def two_means(factor):
+    return lambda m, b: (factor * mse(m, b) + F.l1_loss(m.rows(b), b["wanted_rows"])) / 3
 
-    model, batch = new_model(), new_batch()
-    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
-    batches = acc.batches(pieces(batch, CUTS[0]))
-    next(batches)
-    with pytest.warns(UserWarning, match="adds up 2 means, was divided by 3"):
-        acc.backward(loss(model, pieces(batch, CUTS[0])[0]))
+
+def test_several_means_divided_by_steps():
+    with pytest.raises(UsageError, match=r"divided by 3, as in a loop"):
+        Window(two_means(1), CUTS[0])
+    found = Window(two_means(2), CUTS[0])  # a weighted mean of both
+    assert relative_error(found.seen, whole(two_means(2))) <= EXACT
 
 
 # The same expression of all samples, with a sum of cross-entropies that is divided by its own count.

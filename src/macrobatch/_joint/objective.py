@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from macrobatch._border.arguments import checked_items, checked_ordinary
+from macrobatch._border.arguments import checked_items, checked_ordinary, items_on_host
 from macrobatch._checks.joint import PassesDiffer
 from macrobatch._checks.pass_difference import is_all_double
 from macrobatch._engine.totals import PROPORTIONS, Denominators, Micro
@@ -132,7 +132,7 @@ class Joint(Terms):
             lacks = is_zero(given.items) and not repeats and self.is_mean  # it may be 0 / 0
             if not lacks:
                 pieces.append(self._weigh(given.loss, given.items, window))
-                if not (repeats or window.is_static):
+                if not (repeats or window.is_static or _differ(given.items, given.items_now)):
                     pairs = self._compare_items(given.loss, given.items, window)
         root = _sum_of(pieces)
         if self.ties is not None:
@@ -170,6 +170,12 @@ class Joint(Terms):
         if isinstance(window.multiplier, Tensor):
             weight = weight * window.multiplier
         return loss * weight.to(loss.dtype)
+
+
+def _differ(first: Items, second: Items) -> bool:
+    """Whether the host knows that the two passes have counted other items, which is an error of its own."""
+    told = [items_on_host(items) for items in (first, second)]
+    return not any(isinstance(items, Tensor) for items in told) and told[0] != told[1]
 
 
 def is_zero(items: Items) -> bool:

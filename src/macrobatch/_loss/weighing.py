@@ -58,7 +58,7 @@ def weigh(
         return Weight(items, unread=unread if items is None else None)
     first = terms[0]
     if steps is not None and steps > 1 and steps in anatomy.divisors:
-        _refuse_steps(steps, sum(not part.is_rest for part in terms))
+        _refuse_steps(steps, [part for part in terms if not part.is_rest])
     if len(parts) == 1 and not divisors:
         return _of_mean(first, items, on_host, owns[0] if owns else None)
     counts = [_known(part.count, on_host) for part in terms]
@@ -136,23 +136,18 @@ def _ratio(count: Number, own: Number) -> Number:
     return count / own if own else 1
 
 
-def _refuse_steps(steps: int, num_means: int) -> None:
-    """Raise an error for a mean that was divided by the number of micro-batches. Warn of several means.
+def _refuse_steps(steps: int, means: Sequence[Part]) -> None:
+    """Raise an error for means that were divided by the number of micro-batches.
 
-    The mean of as many terms as there are micro-batches is divided by that number, too.
+    But ``(a + b) / 2`` is the mean of two terms, and ``(3 * a + b) / 4`` a weighted one: their factors add up to 1.
     """
-    if num_means == 1:
-        raise UsageError(
-            f"this loss is a mean that was divided by {steps}, as in a loop that accumulates by hand (/ steps). The "
-            "window is divided once, when it closes: leave the division out. (A factor of your own is fine: write "
-            f"{1 / steps:g} * loss.)"
-        )
-    if num_means != steps:
-        warn(
-            f"this loss, which adds up {num_means} means, was divided by {steps}, as in a loop that accumulates by "
-            "hand (/ steps). If the division is left over from one, leave it out: the window is divided once, when it "
-            f"closes. (If it is a factor of your own, write {1 / steps:g} * loss.)"
-        )
+    if len(means) > 1 and (len(means) == steps or math.isclose(sum(part.factor for part in means), 1)):
+        return
+    raise UsageError(
+        f"this loss is a mean that was divided by {steps}, as in a loop that accumulates by hand (/ steps). The "
+        "window is divided once, when it closes: leave the division out. (A factor of your own is fine: write "
+        f"{1 / steps:g} * loss.)"
+    )
 
 
 def _divisor(part: Part, count: Number) -> Number:
