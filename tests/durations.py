@@ -114,12 +114,12 @@ class Durations:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        for kind, seconds in node.workeroutput["durations"].items():
+        for kind, seconds in getattr(node, "workeroutput", {}).get("durations", {}).items():
             self.found[kind].update(seconds)
 
     def pytest_sessionfinish(self) -> None:
         if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput["durations"] = self.found
+            self.config.workeroutput["durations"] = {kind: dict(seconds) for kind, seconds in self.found.items()}
         else:
             write(self.found)
 

@@ -1,11 +1,15 @@
 """Optimizers that were not passed but hold parameters of a window: an error, where torch would say nothing."""
 
 import gc
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from harness import ROOT, environment
 from harness.reference import relative_error, weights_of
 from macrobatch import Accumulator, MacroStep
 from macrobatch._torch.optimizers import has_hooks
@@ -157,9 +161,7 @@ def test_watching_all_optimizers_keeps_none_from_folding():
     assert not has_hooks(head)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch imports
-def test_a_compiled_step_is_watched_too():
-    torch.compiler.reset()  # what was compiled before, for tensors of other dtypes
+def step_compiled():
     model, body, head = make()
     other, *_, theirs = make()
     acc, before = Accumulator(model, body, steps=2), weights_of(other)
@@ -169,3 +171,10 @@ def test_a_compiled_step_is_watched_too():
     assert relative_error(weights_of(other), before) > 0
     with pytest.raises(UsageError, match=AFTER):
         torch.compile(head.step, backend="eager")()
+
+
+def test_a_compiled_step_is_watched_too():
+    """In a process of its own: what other tests have compiled before changes how torch sees gradients."""
+    program = "from tests.unit.test_other_optimizers import step_compiled; step_compiled()"
+    environ = environment() | {"PYTHONPATH": f"{ROOT}{os.pathsep}{environment()['PYTHONPATH']}"}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200, env=environ)

@@ -35,7 +35,7 @@ def test_a_loss_that_is_not_read_is_said_to_be_unknown():
 
 
 def test_weights_that_are_wrong_would_be_seen(monkeypatch):
-    monkeypatch.setattr("macrobatch._loss.anatomy.total_weight_of", lambda node: torch.tensor(1.0))
+    monkeypatch.setattr("macrobatch._loss.reductions.total_weight_of", lambda node: torch.tensor(1.0))
     assert judge("BertForMaskedLM", "masked").verdict == "wrong"
 
 

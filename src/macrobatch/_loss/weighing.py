@@ -241,12 +241,14 @@ def _sums(parts: Sequence[Part], items: Number | None, root: Node, *, is_beside_
 def _items_of_sum(anatomy: Anatomy, items: Number | None, steps: int | None, on_host: bool) -> Number:
     """The items of a sum: as given, or its own count if it has one."""
     parts = [part for part in anatomy.parts if not part.leaf_only]
-    if 0 < len(parts) < len(anatomy.parts) and steps != 1:
-        penalty = next(part.node for part in anatomy.parts if part.leaf_only)
+    penalties = [part for part in anatomy.parts if part.leaf_only]
+    own = parts[0].count if parts and items is None else items
+    number = None if own is None else _known(own, on_host)
+    if parts and steps != 1 and isinstance(number, int) and any(part.factor != number for part in penalties):
         warn(
-            f"the loss adds a term of parameters alone ({penalty}) to a sum over items. It counts once in every "
-            "micro-batch, so what it weighs depends on how the batch is cut. Make the loss a mean, and leave "
-            "reduction= out: then it rides along."
+            f"the loss adds a term of parameters alone ({penalties[0].node}) to a sum over items. It counts once in "
+            "every micro-batch, so what it weighs depends on how the batch is cut. Multiply it by the items, or make "
+            "the loss a mean and leave reduction= out: then it rides along."
         )
     is_mean = len(parts) == 1 and parts[0].kind == "mean"
     if items is not None:
